@@ -3,6 +3,6 @@
 namespace kv {
 
 extern const Kernels amx_kernels = {"amx",   prepared_size, prepare, dot_amx, weigh_amx, soften_amx,
-                                    observe, widen,         bound,   strips,  begin,    end};
+                                    observe, renew, widen,         bound,   strips,  begin,    end};
 
 }  // namespace kv

@@ -79,6 +79,13 @@ enum class Term : int { kPlain, kSquare, kEntropy, kAbove };
 // The reduction over the query heads of a KV head; the last one after the sum over queries.
 enum class Group : int { kSum, kMean, kMax, kMaxOfSums };
 
+// How scores go on with a pass of one query.
+struct Renewal {
+  int32_t query;       // position of the query
+  int32_t most = 0;    // past queries count as at most these
+  float over = 0;      // scores are sums of mass / over; 0: means over queries
+};
+
 // The kernels of one instruction set. Matrices of logits and weights are group x kBlock.
 struct Kernels {
   const char* name;
@@ -100,6 +107,10 @@ struct Kernels {
   // out[i] = the group's terms of p[g] = weights[g][i] * factor[g]
   void (*observe)(const float* weights, int count, int group, const float* factor, Term, Group,
                   float above, float* out);
+  // Updates scores with the mass of one query; tokens at negative positions keep theirs. Positions
+  // and scores may be unaligned.
+  void (*renew)(const float* mass, int count, const uint8_t* positions, const Renewal&,
+                uint8_t* scores);
   // Converts numbers of any kind except codes to float32.
   void (*widen)(Number, const void* from, int count, float* to);
   // logits = most * tanh(logits / most). In place, up to a multiple of kLanes.

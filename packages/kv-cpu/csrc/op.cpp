@@ -245,6 +245,10 @@ void make_sums(Job& job, const Tensor& q, bool zeros, std::vector<Tensor>& resul
     return results.back().mutable_data_ptr();
   };
   for (const Part& part : job.parts) {
+    if (job.renews && part.paged) {
+      job.sums.push_back(nullptr), job.seen.push_back(nullptr);
+      continue;
+    }
     job.sums.push_back(static_cast<float*>(make(job.terms, part.width, ScalarType::Float)));
     const auto watches = int64_t(job.watches.size());
     job.seen.push_back(static_cast<int32_t*>(make(watches, part.width, ScalarType::Int)));
@@ -305,7 +309,7 @@ std::vector<Tensor> decode(Tensor q, Tensor position, std::vector<Tensor> tensor
 std::string isa(bool all) { return names(all); }
 
 // Version of the operators' signatures; library.py expects the same.
-int64_t interface() { return 5; }
+int64_t interface() { return 6; }
 
 }  // namespace
 }  // namespace kv

@@ -41,6 +41,7 @@ struct Part {
   int64_t position_offset = -1;      // of stored positions, if slots may be empty
   bool reverse = false;
   Integers table, length;
+  int64_t score = -1, stored_position = -1;  // offsets, if scores of tokens are updated
   // for dense tensors: bytes between sequences, heads and tokens
   const uint8_t *keys = nullptr, *values = nullptr;
   int64_t key_step[3] = {0, 0, 0}, value_step[3] = {0, 0, 0};
@@ -48,6 +49,11 @@ struct Part {
   const int64_t* place = nullptr;
   int64_t place_step[3] = {0, 0, 0};
 
+  const uint8_t* page(int64_t table_row, int64_t slot) const {
+    const int64_t column = slot / tokens;
+    const int64_t entry = reverse ? table_width - 1 - column : column;
+    return data + table[table_row * table_width + entry] * page_step;
+  }
   int64_t count(int64_t table_row) const { return paged ? length[table_row] : width; }
   // per token
   int64_t bytes() const {
@@ -79,10 +85,12 @@ struct Job {
   std::vector<Part> parts;
   std::vector<Watch> watches;
   int terms = 0;
+  bool renews = false;  // scores in pages are updated with the first term, in place of sums
+  Renewal renewal{};    // without the query's position
   // results
   float *out, *lse;
-  std::vector<float*> sums;    // per part: terms x B x H x width
-  std::vector<int32_t*> seen;  // per part: watches x B x H x width
+  std::vector<float*> sums;    // per part: terms x B x H x width; null if scores are updated
+  std::vector<int32_t*> seen;  // per part: watches x B x H x width; the same
 
   int64_t table_rows() const { return sequences * heads; }
 };
@@ -97,7 +105,7 @@ struct Fault {
   }
 };
 
-// Consecutive visible tokens.
+// Consecutive visible tokens, in one page if they are in pages.
 struct Run {
   int64_t slot;
   int count;

@@ -153,6 +153,15 @@ std::vector<Tensor> page_read(Tensor data, Tensor table, std::vector<int64_t> nu
   return found;
 }
 
+// Whether scores are all at least `least`, none NaN. Without branches, so that compilers vectorize
+// the loop.
+bool none_below(const uint8_t* scores, int64_t count, float least) {
+  int32_t below = 0;
+  for (int64_t row = 0; row < count; ++row)
+    below |= -int32_t(!(load<float>(scores + 4 * row) >= least));
+  return !below;
+}
+
 // The lowest score of each table row and its slot, the first on a tie, of tokens at positions
 // before `until`, which is empty for no bound. Without a token: infinity and -1. NaN is the lowest.
 std::vector<Tensor> page_weakest(Tensor data, Tensor table, std::vector<int64_t> numbers,
@@ -175,6 +184,7 @@ std::vector<Tensor> page_weakest(Tensor data, Tensor table, std::vector<int64_t>
     float least = INFINITY;
     int64_t at = -1;
     chosen.over_pages(i, scores_of(tier), [&](const uint8_t* page, int64_t slot, int64_t tokens) {
+      if (at >= 0 && none_below(page + tier.score, tokens, least)) return;
       for (int64_t row = 0; row < tokens; ++row) {
         const float score = load<float>(page + tier.score + 4 * row);
         if (at >= 0 && (score >= least || std::isnan(least))) continue;

@@ -97,22 +97,95 @@ void copy_tokens(const View& from, int64_t first, const View& to) {
       std::memcpy(const_cast<uint8_t*>(copies.at(b, h)), rows.at(b, h), to.size(2) * to.item);
 }
 
-// Raises for a page of stored tokens that does not exist, before anything is written.
+// Reads how scores of stored tokens go on: empty, or the most past queries of a mean (-1: all), the
+// divisor of a sum (0: a mean), and per part in pages the offset of scores, and that of positions
+// (-1: they are given).
+void read_renewal(Job& job, const std::vector<int64_t>& numbers,
+                  const std::vector<Tensor>& tensors,
+                  std::initializer_list<std::pair<Label, const View*>> read) {
+  if (numbers.empty()) return;
+  if (numbers.size() != 2 + 2 * job.parts.size())
+    refuse("running is ", numbers.size(), " numbers for ", job.parts.size(),
+           " parts; give two, and two per part, or none");
+  if (job.watches.size() != 1 || job.terms != 1)
+    refuse("scores are updated with one term of one watch; ", job.terms, " terms of ",
+           job.watches.size(), " are given");
+  const int64_t last = within({"last"}, numbers[0], -1, INT64_MAX);
+  job.renews = true;
+  job.renewal.most = int32_t(last < 0 ? INT32_MAX : std::min<int64_t>(last, INT32_MAX));
+  job.renewal.over = float(within({"over"}, numbers[1], 0, INT64_MAX));
+  if (job.watches[0].skip > 1)
+    refuse("scores are updated with a watch of skip ", job.watches[0].skip,
+           "; each stored token must be observed, by skip 0 or 1");
+  for (int64_t b = 0; b < job.sequences; ++b)
+    within({"a position of a query"}, job.position[b], INT64_MIN, INT32_MAX);
+  for (size_t i = 0; i < job.parts.size(); ++i) {
+    Part& part = job.parts[i];
+    const int64_t score = numbers[2 + 2 * i], position = numbers[3 + 2 * i], at = int64_t(i);
+    if (!part.paged) refuse("part ", at, " is not in pages, which store scores");
+    const View data = pages_of(tensors[4 * i], Use::kWrites);
+    check_rows({"offset of scores of part ", at}, score, part.tokens, 4, data.size(1));
+    if (position >= 0)
+      check_rows({"offset of positions of part ", at}, position, part.tokens, 4, data.size(1));
+    else if (!part.place)
+      refuse("part ", at, " has no positions, in pages or given; updating scores needs them");
+    part.score = score, part.stored_position = position;
+    for (size_t j = 0; j < i; ++j) {
+      const View other = pages_of(tensors[4 * j], Use::kWrites);
+      if (other.data != data.data || other.size(0) != data.size(0) || other.step(0) != data.step(0))
+        check_apart(data, {"page data of part ", at}, other, {"page data of part ", int64_t(j)});
+    }
+    const Label label{"page data of part ", at};
+    auto apart = [&](int k, Label other, std::initializer_list<int64_t> sizes) {
+      const View x = view(tensors[4 * i + k], other, kIntegers, sizes, Lay::kStrided);
+      check_apart(data, label, x, other);
+    };
+    apart(1, {"table of part ", at}, {kAny, kAny, kAny});
+    apart(2, {"lengths of part ", at}, {kAny, kAny});
+    if (part.place) apart(3, {"positions of part ", at}, {kAny, kAny, kAny});
+    for (const auto& [other, x] : read) check_apart(data, label, *x, other);
+  }
+}
+
+// Raises for a page of stored tokens that does not exist, and for one whose scores two table rows
+// would update, before anything is written.
 void check_tables(const Job& job) {
   Fault fault;
+  std::vector<std::vector<bool>> named(job.parts.size());
   for (size_t i = 0; i < job.parts.size(); ++i) {
     const Part& part = job.parts[i];
+    size_t pool = 0;
+    while (job.parts[pool].data != part.data) ++pool;
+    if (job.renews && part.paged) named[pool].resize(part.pages);
     for (int64_t row = 0; part.paged && row < job.table_rows(); ++row) {
       if (job.position[row / job.heads] < 0) continue;  // its query is padding
       const int64_t used = (part.count(row) + part.tokens - 1) / part.tokens;
       const int64_t first = row * part.table_width + (part.reverse ? part.table_width - used : 0);
       for (int64_t column = first; column < first + used; ++column) {
         const int64_t page = part.table[column];
-        if (page < 0 || page >= part.pages) fault.raise(int(i), page);
+        if (page < 0 || page >= part.pages) {
+          fault.raise(int(i), page);
+        } else if (job.renews) {
+          if (named[pool][page])
+            refuse("page ", page, " is in two table rows; scores of a page are updated by one");
+          named[pool][page] = true;
+        }
       }
     }
   }
   check(job, fault);
+}
+
+// Raises if vectors of the output [m, Q, Dv] overlap.
+void check_rows_apart(const View& out) {
+  int64_t reach = out.size(2);
+  const int faster = out.strides[1] <= out.strides[0] ? 1 : 0;
+  for (int i : {faster, 1 - faster}) {
+    if (out.size(i) > 1 && out.strides[i] < reach)
+      refuse("out has sizes ", out.size(0), ", ", out.size(1), ", ", out.size(2), " and strides ",
+             out.strides[0], ", ", out.strides[1], "; its vectors must not overlap");
+    reach = sum(reach, product(out.size(i) - 1, out.strides[i]));
+  }
 }
 
 Kinds kind_of(ScalarType type) {
@@ -125,12 +198,14 @@ Kinds kind_of(ScalarType type) {
 // same rows of out [m, Q, Dv]. New tokens are stored first, if `store` has their places: page data
 // [P, bytes], pages and slots [n * H] of the first n tokens. `copies`, if any, are set to the keys
 // [B, H, D] and values [B, H, Dv] of the rows. Returns per part, that of new tokens last, the sums
-// [terms, B, H, width] and counts [watches, B, H, width], if anything is observed. If a page is
-// missing, nothing is written.
+// [terms, B, H, width] and counts [watches, B, H, width], if anything is observed. With `running`
+// (see read_renewal) scores of stored tokens are updated with the only term, and only the last part
+// has sums and counts. If a page is missing, nothing is written.
 std::vector<Tensor> decode_rows(Tensor q, Tensor key, Tensor value, Tensor position, Tensor out,
                                 int64_t first, std::vector<Tensor> tensors,
                                 std::vector<int64_t> parts, std::vector<int64_t> watches,
-                                std::vector<double> above, double scale, double softcap,
+                                std::vector<double> above, std::vector<int64_t> running,
+                                double scale, double softcap,
                                 std::vector<Tensor> sinks, std::vector<Tensor> store,
                                 std::vector<int64_t> tier, std::vector<Tensor> copies, Name isa) {
   const Coder& coder = coder_of(isa);
@@ -141,6 +216,7 @@ std::vector<Tensor> decode_rows(Tensor q, Tensor key, Tensor value, Tensor posit
   const View values = view(value, {"value"}, kFloats, {kAny, keys.size(1), kAny}, Lay::kRows);
   const View result =
       view(out, {"out"}, kFloats, {kAny, x.size(1), values.size(2)}, Lay::kRows, Use::kWrites);
+  check_rows_apart(result);
   const View place = view(position, {"position"}, kInt64, {kAny, 1}, Lay::kContiguous);
   job.sequences = place.size(0), job.heads = keys.size(1);
   const int64_t rows = std::min({x.size(0), keys.size(0), values.size(0), result.size(0)});
@@ -164,9 +240,10 @@ std::vector<Tensor> decode_rows(Tensor q, Tensor key, Tensor value, Tensor posit
   for (Watch& watch : job.watches)  // for one query, the maximum of sums is the sum of maxima
     if (watch.group == Group::kMaxOfSums) watch.group = Group::kMax;
   read_parts(job, tensors, parts);
-  job.parts.push_back(fresh_part(keys, values, first, job.position));
   const std::pair<Label, const View*> read[] = {
       {{"q"}, &x}, {{"key"}, &keys}, {{"value"}, &values}, {{"position"}, &place}};
+  read_renewal(job, running, tensors, {read[0], read[1], read[2], read[3], {{"out"}, &result}});
+  job.parts.push_back(fresh_part(keys, values, first, job.position));
   for (const auto& [label, other] : read) check_apart(result, {"out"}, *other, label);
   Places places;
   if (!store.empty()) {
@@ -192,8 +269,8 @@ std::vector<Tensor> decode_rows(Tensor q, Tensor key, Tensor value, Tensor posit
   const int64_t heads = job.sequences * x.size(1), width = job.value_dim;
   const auto room = std::make_unique_for_overwrite<float[]>(heads * (width + 1));
   job.out = room.get(), job.lse = room.get() + heads * width;
+  if (!store.empty() || job.renews) check_tables(job);
   if (!store.empty()) {
-    check_tables(job);
     // Before the attention: rows of one request see each other's tokens as they are stored.
     store_tokens(places, coder, keys, values);
   }
@@ -217,8 +294,9 @@ std::vector<Tensor> decode_rows(Tensor q, Tensor key, Tensor value, Tensor posit
 STABLE_TORCH_LIBRARY_FRAGMENT(kv_cpu, m) {
   m.def(
       "decode_rows(Tensor q, Tensor key, Tensor value, Tensor position, Tensor(a!) out, int first, "
-      "Tensor[] tensors, int[] parts, int[] watches, float[] above, float scale, float softcap, "
-      "Tensor[] sinks, Tensor(b!)[] store, int[] tier, Tensor(c!)[] copies, str isa) -> Tensor[]");
+      "Tensor[] tensors, int[] parts, int[] watches, float[] above, int[] running, float scale, "
+      "float softcap, Tensor[] sinks, Tensor(b!)[] store, int[] tier, Tensor(c!)[] copies, "
+      "str isa) -> Tensor[]");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(kv_cpu, CPU, m) { m.impl("decode_rows", TORCH_BOX(&kv::decode_rows)); }

@@ -322,6 +322,7 @@ class Runner {
     void zero(int64_t end) const {
       if (at_ >= end) return;
       const Job& job = runner_.job_;
+      if (job.renews && job.parts[part_].paged) return;
       const int64_t width = job.parts[part_].width, plane = job.table_rows() * width;
       const int64_t from = piece_.table_row * width + at_, count = end - at_;
       for (int t = 0; t < job.terms; ++t)
@@ -339,6 +340,7 @@ class Runner {
   void observe(int64_t table_row, int which, const Run& run, const float* weights,
                const float* factor) {
     const Part& part = job_.parts[which];
+    if (job_.renews && part.paged) return renew(table_row, part, run, weights, factor);
     const int64_t query = job_.position[table_row / job_.heads];
     const int64_t plane = job_.table_rows() * part.width, at = table_row * part.width + run.slot;
     const float even = 1 / float(query + 1);
@@ -360,6 +362,30 @@ class Runner {
         for (int i = 0; i < run.count; ++i) sums[i] = seen[i] ? sums[i] : 0;
       }
     }
+  }
+
+  // Updates the scores of a run, which lies in one page. The query counts for all stored tokens.
+  void renew(int64_t table_row, const Part& part, const Run& run, const float* weights,
+             const float* factor) const {
+    const Watch& watch = job_.watches[0];
+    Renewal renewal = job_.renewal;
+    renewal.query = int32_t(job_.position[table_row / job_.heads]);
+    float mass[kBlock];
+    job_.kernels->observe(weights, run.count, int(job_.group), factor, watch.terms[0], watch.group,
+                          watch.above / float(renewal.query + 1), mass);
+    int32_t given[kBlock];
+    if (part.stored_position < 0) {
+      const int64_t* place = part.place + table_row / job_.heads * part.place_step[0] +
+                             table_row % job_.heads * part.place_step[1];
+      for (int i = 0; i < run.count; ++i)
+        given[i] = int32_t(std::clamp<int64_t>(place[(run.slot + i) * part.place_step[2]], -1,
+                                               INT32_MAX));
+    }
+    auto* page = const_cast<uint8_t*>(part.page(table_row, run.slot));
+    const int64_t row = run.slot % part.tokens;
+    const uint8_t* positions = part.stored_position < 0 ? reinterpret_cast<const uint8_t*>(given)
+                                                        : page + part.stored_position + 4 * row;
+    job_.kernels->renew(mass, run.count, positions, renewal, page + part.score + 4 * row);
   }
 
   const Job& job_;

@@ -11,7 +11,16 @@ from torch import Tensor
 from attention_cases import Case
 from kv_attention import Attended, RowInputs, TokenPlaces, load_rows
 from kv_cpu.rows import declined, decode_rows
-from kv_policy import Observe, PagedTokens, PageLayout, RawCodec, TokenFormat
+from kv_policy import (
+    Observe,
+    PagedTokens,
+    PageLayout,
+    RawCodec,
+    Running,
+    RunningMean,
+    RunningSum,
+    TokenFormat,
+)
 
 BEFORE, AFTER = 2, 1  # rows of other tokens around those that decode
 
@@ -138,6 +147,7 @@ def test_rows_of_one_request_see_tokens_as_stored(near: float, case: Callable[..
         (lambda step, where: {"first": 4}, "rows 4 to 5 decode; there are 5"),
         (lambda step, where: {"first": -1}, "the first row"),
         (lambda step, where: {"output": step.query}, "share memory|memory"),
+        (lambda step, where: {"output": step.output[:1].expand_as(step.output)}, "overlap"),
         (lambda step, where: {"places": replace(where, page=where.page + 99)}, "page"),
         (lambda step, where: {"places": replace(where, slot=where.slot + 4)}, "slot"),
         (lambda step, where: {"places": replace(where, page=where.page[:-1])}, "slots"),
@@ -155,6 +165,56 @@ def test_what_does_not_match_is_refused(
     assert (where.data == 255).all()
 
 
+def scored(rows: int, tokens: int) -> PagedTokens:
+    """Return rows of tokens in pages with scores and positions, a page each."""
+    form = TokenFormat(RawCodec(6, torch.float32), RawCodec(6, torch.float32))
+    layout = PageLayout.sized(form, tokens, True, True)
+    data = torch.zeros(rows, layout.nbytes, dtype=torch.uint8)
+    table = torch.arange(rows, dtype=torch.int32).view(-1, 1, 1)
+    return PagedTokens(data, table, torch.full((rows, 1), tokens), layout)
+
+
+@pytest.mark.parametrize("running", [RunningMean(), RunningMean(3), RunningSum(2)])
+def test_scores_go_on_as_the_selector_says(
+    near: float, case: Callable[..., Case], running: Running
+) -> None:
+    """Scores in pages are those that `update` returns, and the result has the new tokens alone."""
+    made = case(2, B=2, L=1, H=1, D=6, Dv=6, tiers=[])
+    pages, tokens = scored(2, 4), 4
+    score = torch.rand(2, tokens)
+    place = torch.tensor([[0, 2, 1, -1], [5, 3, 0, 1]], dtype=torch.int32)
+    for at, x in ((pages.layout.score_offset, score), (pages.layout.position_offset, place)):
+        pages.data[:, at : at + 4 * tokens] = x.view(torch.uint8)
+    watch = Observe(1, "mean")
+    step = inputs(made, observations=(watch,), running=running)
+    step = replace(step, pages=(pages,), position=torch.tensor([[6], [-1]]))
+    found = done(step)
+    assert found.rescored
+    assert len(found.mass) == 1
+    plain = done(replace(step, running=None))
+    at = pages.layout.score_offset
+    mine = pages.data[:, at : at + 4 * tokens].clone().view(torch.float32)
+    wanted = running.update(
+        score, place.long(), step.position, plain.mass[0][:, 0], plain.seen[0][:, 0]
+    )
+    seen = place[0] >= 0
+    torch.testing.assert_close(mine[0, seen], wanted[0, seen], rtol=near, atol=near)
+    assert torch.equal(mine[0, ~seen], score[0, ~seen])
+    assert torch.equal(mine[1], score[1])
+
+
+def test_a_page_whose_scores_two_rows_would_update_is_refused(case: Callable[..., Case]) -> None:
+    """Nothing has changed."""
+    made = case(2, B=2, L=1, H=1, D=6, Dv=6, tiers=[])
+    pages = scored(2, 4)
+    pages = replace(pages, table=torch.zeros_like(pages.table))
+    step = inputs(made, observations=(Observe(1),), running=RunningMean())
+    with pytest.raises(RuntimeError, match="page 0 is in two table rows"):
+        decode_rows(replace(step, pages=(pages,)))
+    assert step.output.isnan().all()
+    assert not pages.data.any()
+
+
 def test_what_is_not_supported_is_left_to_others(case: Callable[..., Case]) -> None:
     """Nothing is done, and the reason is given."""
     step = inputs(case(2, L=1))
@@ -165,6 +225,10 @@ def test_what_is_not_supported_is_left_to_others(case: Callable[..., Case]) -> N
     assert declined(strided) == "vectors whose numbers are not consecutive"
     later = replace(step, observations=(Observe(1, skip=2),))
     assert declined(later) == "an observation needs positions or noise"
+    without = replace(step, running=RunningMean(), observations=(Observe(1),))
+    assert declined(without) == "pages without scores"
+    several = replace(without, observations=(Observe(1), Observe(1)))
+    assert declined(several) == "scores are updated with one sum of attention mass"
 
 
 def test_backends_name_their_decode_step() -> None:

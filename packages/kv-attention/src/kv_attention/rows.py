@@ -8,7 +8,7 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from kv_attention.tokens import Attended
-from kv_policy import Observe, PagedTokens, PageLayout
+from kv_policy import Observe, PagedTokens, PageLayout, Running
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,10 @@ class RowInputs:
         copies: set to the keys and values of the sequences' rows; None: no copies are needed.
         observations: the attention masses to sum, without positions and noise; the first belongs
             to the result, the others become its `others`.
+        running: updates the scores of stored tokens in their pages with the only observation; the
+            result then has the masses of new tokens alone, and is `rescored`. None: no update.
+        page_positions: positions of each part of `pages`, -1 for empty slots, if pages store none;
+            only read to update scores.
     """
 
     query: Float[Tensor, "m Q D"]
@@ -65,6 +69,8 @@ class RowInputs:
     places: TokenPlaces | None = None
     copies: tuple[Float[Tensor, "B H 1 D"], Float[Tensor, "B H 1 Dv"]] | None = None
     observations: tuple[Observe, ...] = (Observe(0),)
+    running: Running | None = None
+    page_positions: Sequence[Int[Tensor, "B H _"] | None] = ()
 
 
 @runtime_checkable

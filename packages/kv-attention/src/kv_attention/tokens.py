@@ -31,7 +31,8 @@ class Attended:
     row, or as its `longest`, in slot order. `mass` is summed as defined by `kv_policy.Observe`,
     `seen` is the number of contributing queries, and `also` holds the additional sums. All are
     empty without an observation, and 0 in empty slots. `others` has the same for each further
-    `Observe` of the pass.
+    `Observe` of the pass. `rescored` states that the scores of stored tokens have been updated in
+    their pages; then only new tokens have sums.
     """
 
     out: Float[Tensor, "B H G L Dv"]
@@ -39,6 +40,7 @@ class Attended:
     seen: tuple[Int[Tensor, "B H _"], ...] = ()
     also: tuple[dict[str, Float[Tensor, "B H _"]], ...] = ()
     others: tuple["Attended", ...] = ()
+    rescored: bool = False
 
     @classmethod
     def of(cls, observed: Iterable["Attended"]) -> "Attended":

@@ -178,11 +178,11 @@ def accumulate(
         before.contiguous(),
         mass.float().contiguous(),
         seen.contiguous(),
-        *_running(running),
+        *running_numbers(running),
     )
 
 
-def _running(running: Running) -> tuple[int, int]:
+def running_numbers(running: Running) -> tuple[int, int]:
     """Return native arguments: a mean's past weight, -1: no limit; a divisor, 0 for a mean."""
     if isinstance(running, RunningSum):
         return -1, running.over

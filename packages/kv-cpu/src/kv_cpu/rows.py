@@ -1,5 +1,6 @@
 """Decode steps on an engine's tensors: attention, output and storing in one call per layer."""
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from kv_cpu.arguments import (
     watches,
 )
 from kv_cpu.library import chosen
-from kv_cpu.pages import tier_numbers
+from kv_cpu.pages import running_numbers, tier_numbers
 from kv_policy import PageLayout
 from kv_policy.described import NUMBERS, described
 
@@ -27,6 +28,7 @@ class _Layout(NamedTuple):
     declined: str | None
     part: tuple[int, ...] = ()  # as stored tokens
     tier: tuple[int, ...] = ()  # as places of new tokens
+    scored: tuple[int, int] = (-1, -1)  # offsets of scores and positions
 
 
 def decode_rows(inputs: RowInputs) -> Attended | None:
@@ -42,18 +44,23 @@ def decode_rows(inputs: RowInputs) -> Attended | None:
     watching = any(what.last != 0 for what in inputs.observations)
     tensors: list[Tensor] = []
     parts: list[int] = []
-    for pages in inputs.pages:
+    running = [] if inputs.running is None else [*running_numbers(inputs.running)]
+    positions = inputs.page_positions or (None,) * len(inputs.pages)
+    for pages, position in zip(inputs.pages, positions, strict=True):
         width = longest_of(pages) if watching else 0
-        layout = _layout(pages.layout, pages.reverse, pages.holes, width)
+        place = None if inputs.running is None else position
+        layout = _layout(pages.layout, pages.reverse, pages.holes, place is not None, width)
         if layout.declined is not None:
             return None
-        tensors += paged_tensors(pages, None)
+        tensors += paged_tensors(pages, place)
         parts += layout.part
+        if inputs.running is not None:
+            running += layout.scored
     sinks, places = inputs.sinks, inputs.places
     store: list[Tensor] = []
     tier: tuple[int, ...] = ()
     if places is not None:
-        layout = _layout(places.layout, False, False, 0)
+        layout = _layout(places.layout, False, False, False, 0)
         if layout.declined is not None:
             return None
         store, tier = [places.data, places.page, places.slot], layout.tier
@@ -67,6 +74,7 @@ def decode_rows(inputs: RowInputs) -> Attended | None:
         tensors,
         parts,
         *watches(inputs.observations),
+        running,
         inputs.scale,
         inputs.softcap or 0.0,
         [] if sinks is None else [sinks.float().contiguous()],
@@ -77,7 +85,8 @@ def decode_rows(inputs: RowInputs) -> Attended | None:
     )
     rows = inputs.output[inputs.first : inputs.first + inputs.position.shape[0]]
     out = rows.unflatten(1, (inputs.key.shape[1], -1)).unsqueeze(3)
-    return Attended.of(to_attended(out, found, inputs.observations))
+    result = Attended.of(to_attended(out, found, inputs.observations))
+    return result if inputs.running is None else replace(result, rescored=True)
 
 
 def declined(inputs: RowInputs) -> str | None:
@@ -96,15 +105,24 @@ def declined(inputs: RowInputs) -> str | None:
     for what in inputs.observations:
         if what.last != 0 and (what.skip > 1 or what.gumbel is not None):
             return "an observation needs positions or noise"
+    if inputs.running is not None:
+        only = inputs.observations[0]
+        if len(inputs.observations) > 1 or only.last == 0 or only.also:
+            return "scores are updated with one sum of attention mass"
+        if not all(pages.layout.scores for pages in inputs.pages):
+            return "pages without scores"
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, key, value)):
         return "gradients are required"
     return None
 
 
 @lru_cache(maxsize=64)
-def _layout(layout: PageLayout, reverse: bool, holes: bool, width: int) -> _Layout:
-    reason = described(layout).declined
-    if reason is not None:
-        return _Layout(reason)
-    part = numbers_of_pages(layout, reverse=reverse, holes=holes, width=width)
-    return _Layout(None, tuple(part), tuple(tier_numbers(layout, False)))
+def _layout(layout: PageLayout, reverse: bool, holes: bool, placed: bool, width: int) -> _Layout:
+    pages = described(layout)
+    if pages.declined is not None:
+        return _Layout(pages.declined)
+    part = numbers_of_pages(layout, reverse=reverse, holes=holes, placed=placed, width=width)
+    tier = tuple(tier_numbers(layout, False))
+    return _Layout(
+        None, tuple(part), tier, (layout.score_offset, pages.positions if layout.positions else -1)
+    )

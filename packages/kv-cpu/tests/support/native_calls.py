@@ -223,6 +223,29 @@ class Maker:
         numbers += [places[4] if holes else -1, self.random.randint(0, 1)]
         return [data, table, length, place], numbers
 
+    def scored(self, q: Tensor, value_dim: int) -> tuple[list[Tensor], list[int], list[int]]:
+        """Return parts in pages of their own with scores, and how these are updated."""
+        rows = q.shape[0] * q.shape[1]
+        tensors, numbers = [], []
+        running = [self.random.choice([-1, 0, 5]), self.random.choice([0, 0, 3])]
+        for _ in range(self.random.randint(1, 2)):
+            formats = [self.format(q.shape[-1]), self.format(value_dim)]
+            tokens, columns = self.random.randint(1, 5), self.random.randint(0, 6 // rows)
+            data, places = self.pages(tokens, formats, 2)
+            score, position = places[4:]
+            data[:, score : score + 4 * tokens] = self.normal(6, tokens).view(torch.uint8)
+            table = torch.randperm(6, generator=self.generator)[: rows * columns]
+            table = table.view(*q.shape[:2], columns).to(self.either())
+            length = self.integers(0, tokens * columns + 1, *q.shape[:2], dtype=self.either())
+            width = tokens * columns
+            place = self.integers(-1, 30, *q.shape[:2], width + self.random.randint(0, 2))
+            holes, given = self.random.random() < 0.3, self.random.random() < 0.5
+            numbers += [1, width, *formats[0], *formats[1], 1, tokens, *places[:4]]
+            numbers += [position if holes else -1, self.random.randint(0, 1)]
+            tensors += [data, table, length, place]
+            running += [score, -1 if given else position]
+        return tensors, numbers, running
+
     def pass_over(self, length: int, watched: bool):
         sequences, heads, group = (self.random.randint(1, 2) for _ in "BHG")
         value_dim = self.dim()
@@ -279,6 +302,11 @@ class Maker:
             more, few = self.part(by_head, value_dim, True)
             tensors += more
             parts += few
+        watches, running = self.watches(False), []
+        if tensors and self.random.random() < 0.5:
+            tensors, parts, running = self.scored(by_head, value_dim)
+            term, group = self.random.randint(0, 2), self.random.randint(0, 3)
+            watches = [group, self.random.randint(0, 1), 1, term], [0.0]
         store: list[Tensor] = []
         tier: list[int] = []
         if self.random.random() < 0.6:
@@ -291,10 +319,9 @@ class Maker:
         if self.random.random() < 0.5:
             copies = [torch.zeros(sequences, *x.shape[1:], dtype=x.dtype) for x in (key, value)]
         softcap, sinks = self.softmax(by_head)
-        watches = self.watches(False)
         isa = self.random.choice(self.isas)
         given = (q, key, value, position, out, first, tensors, parts)
-        return [*given, *watches, 0.2, softcap, sinks, store, tier, copies, isa]
+        return [*given, *watches, running, 0.2, softcap, sinks, store, tier, copies, isa]
 
     def prompt(self) -> list[Arg]:
         length = self.random.choice([1, 2, 9, 30])

@@ -4,6 +4,7 @@ Every access is bounds-checked, so a call that would leave the memory of its arg
 IndexError here.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -279,7 +280,7 @@ def decode(q, position, tensors, numbers, watches, above, value_dim, scale, soft
 
 
 def decode_rows(
-    q, key, value, position, out, first, tensors, numbers, watches, above,
+    q, key, value, position, out, first, tensors, numbers, watches, above, running,
     scale, softcap, sinks, store, tier, copies, isa,
 ):  # fmt: skip
     """Return bounds of the output, of all its rows, then those of what is observed."""
@@ -304,14 +305,56 @@ def decode_rows(
     given = (by_head, position, parts, described, value.shape[-1], scale, softcap, sinks)
     found, lse, table_rows = attention(*given)
     whole = out.double()
-    whole[rows] = found.flatten(1, 3).view(sequences, -1, value.shape[-1])
+    whole[rows] = found.flatten(1, 3).view(sequences, *out.shape[1:])
     near = {torch.bfloat16: 2e-2, torch.float16: 4e-3}.get(out.dtype, NEAR)
     result = [unknown(whole, near)]
     if not above:
         return result
     last = [1] * len(above)
     more = (lse, table_rows, described, watches, above, last)
-    return result + observed(by_head, position, *more)
+    bounds = observed(by_head, position, *more)
+    if not running:
+        return result + bounds
+    if len(bounds) != len(running) or len(watches) != 4 or watches[1] > 1:
+        raise IndexError("running")
+    for i in range(len(running) // 2 - 1):
+        of = tensors[4 * i : 4 * i + 4], numbers[18 * i : 18 * i + 18], running[2 * i + 2 :][:2]
+        renew(*of, position, bounds[2 * i].low[0], *running[:2])
+    return result + bounds[-2:]
+
+
+def renew(tensors, numbers, offsets, position, mass, last, over):
+    """Update the scores of a part's tokens in its pages; unknown ones are NaN."""
+    data, table, _, place = tensors
+    tokens, reverse = numbers[11], numbers[17]
+    for b, h in itertools.product(*map(range, mass.shape[:2])):
+        query = int(position[b])
+        if query < 0:
+            continue
+        row = table[b, h].flip(0) if reverse else table[b, h]
+        for slot in held(tensors, numbers, b, h).slot:
+            page, inside = data[at(row, slot // tokens)], slot % tokens
+            where = int(place[b, h, slot])
+            if offsets[1] >= 0:
+                where = int(span(page, offsets[1], inside, 4).clone().view(torch.int32))
+            if where < 0:
+                continue
+            score = span(page, offsets[0], inside, 4)
+            old, given = score.clone().view(torch.float32).double(), mass[b, h, slot]
+            past = max(0, min(query - 1 - where, last if last >= 0 else 2**31))
+            new = old + given / over if over > 0 else (old * past + given) / (past + 1)
+            score.copy_(new.float().view(torch.uint8))
+
+
+def settle_scores(args, copies) -> None:
+    """Set updated scores that are near those of the reference, or unknown, to these."""
+    tensors, numbers, running = args[6], args[7], args[10]
+    for i in range(len(running) // 2 - 1):
+        mine, theirs, tokens = tensors[4 * i], copies[6][4 * i], numbers[18 * i + 11]
+        at = slice(running[2 * i + 2], running[2 * i + 2] + 4 * tokens)
+        x, y = (each[:, at].clone().view(torch.float32) for each in (mine, theirs))
+        near = (x - y).abs() <= NEAR * (1 + y.abs())
+        mine[:, at] = y.where(near | y.isnan(), x).view(torch.uint8)
 
 
 def prompt(q, position, tensors, numbers, scored, value_dim, scale, softcap, sinks, isa):

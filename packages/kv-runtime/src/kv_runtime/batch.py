@@ -153,6 +153,14 @@ class Batch:
             found.append(slots)
         return list(zip(*found, strict=True)) if found else [()] * self.shape.layers
 
+    def window_positions(self) -> tuple[Int[Tensor, "B H W"] | None, ...]:
+        """Return for each part of a layer its tokens' positions if its pages store none."""
+        stores: list[Int[Tensor, "B H W"] | None] = [None for _ in self.held_stores]
+        raw = self.held_window
+        if raw is not None:
+            stores.append(raw.position[:, None].expand(-1, self.shape.kv_heads, -1))
+        return tuple(stores)
+
     def groups(
         self,
         layer: int,

@@ -166,6 +166,7 @@ class PolicyCache:
         self._order: Tensor | None = None  # the columns of this pass by position, if it needs them
         self._goes_on = False  # whether prompts continue in a later pass
         self._views: list[tuple[PagedTokens, ...]] | None = None  # of the pass, by layer
+        self._places: tuple[Int[Tensor, "B H W"] | None, ...] = ()  # of the same tokens, if read
         self._shared: SharedLayer | None = None
         self._waiting: WaitingPrompts | None = None
 
@@ -228,6 +229,7 @@ class PolicyCache:
         self._keeper.prepare(batch, now)
         self.batch, self._pass, self._next_layer = batch, now, 0
         self._alone = self._order = self._views = None
+        self._places = ()
         self._goes_on = now.whole.is_partial_prefill
         prompts = [part.now for part in now.parts if part.now.is_prefill]
         self._waiting = WaitingPrompts(prompts[0]) if prompts and self.replay is not None else None
@@ -370,8 +372,12 @@ class PolicyCache:
         alone = len(now.parts) == 1 and position.shape[1] == 1 and now.whole.reach is None
         if now.whole.is_prefill or not alone or self.reads_queries:
             return False
+        running = self._keeper.running
+        if batch.pool.shares:  # a shared page is copied before its scores are updated
+            running = None
         if layer == 0:
             self._views = batch.layer_views()
+            self._places = () if running is None else batch.window_positions()
         if self._views is None:
             return False
         keys, values = (x.new_empty(len(position), x.shape[1], 1, x.shape[2]) for x in (key, value))
@@ -389,6 +395,8 @@ class PolicyCache:
                 sinks,
                 copies=(keys, values),
                 observations=(self.observe,),
+                running=running,
+                page_positions=self._places,
             )
         )
         if result is None:

@@ -16,6 +16,7 @@ class KeepAll:
     """Stores every token when it leaves the window."""
 
     observe_prompt = observe_step = Observe()
+    running = None  # tokens have no scores
     grows = True  # generated tokens are appended, and none is evicted
 
     def __init__(self) -> None:

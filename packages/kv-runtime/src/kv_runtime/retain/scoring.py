@@ -45,7 +45,8 @@ def score(
 
     Only new tokens are scored if the selector scores them once, or if decode queries are not
     observed; attention then adjusts all scores at the end of a prompt. Nor are others scored in a
-    decode step if the selector's `running` says how their scores go on. `shape` is that of the
+    decode step if the selector's `running` says how their scores go on, which attention may have
+    applied; either all layers are `rescored` or none. `shape` is that of the
     model's own vectors.
     """
     over = now.over(len(observed))
@@ -77,7 +78,8 @@ def score(
         return adjust_layers(selector, layers, shape, scored, over)
     running = None if now.is_prefill else selector.running
     if running is not None:
-        update_scores(batch, now, layers, results, running)
+        if not results[0].rescored:
+            update_scores(batch, now, layers, results, running)
         fresh = fresh_group(batch, over, key, value, selector.reads, *_observed_last(results))
         return score_layers(*what, [fresh], over, queries)
     groups = layer_groups(batch, over, layers, key, value, selector.reads, results)

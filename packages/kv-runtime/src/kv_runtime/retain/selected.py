@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kv_attention import Attended
 from kv_paging import PoolExhausted
-from kv_policy import Budget, CacheShape, CompleteSelector, Observe, Queries
+from kv_policy import Budget, CacheShape, CompleteSelector, Observe, Queries, Running
 from kv_runtime.batch import Batch, Pass
 from kv_runtime.forward_pass import Forward
 from kv_runtime.retain.answers import expect_numbers
@@ -82,6 +82,13 @@ class KeepSelected:
         self._wrong: list[Bool[Tensor, ""]] = []  # whether a layer's prefill scores are NaN
         self._fresh: list[Float[Tensor, "n B H 1"]] = []  # scores of decoded tokens
 
+    @property
+    def running(self) -> Running | None:
+        """How attention in a decode step may update the scores of stored tokens."""
+        selector = self.selector
+        observed = selector.observe.generated and not selector.scores_once
+        return selector.running if observed else None
+
     def prepare(self, batch: Batch, now: Forward) -> None:
         """Choose the sequences of a prefill's plan; pages are reserved when the plan is made."""
         self._stepped, self._mixed = (), len(now.parts) > 1
@@ -119,6 +126,8 @@ class KeepSelected:
             stored=(key, value) if once and self.selector.rescore and now.is_prefill else None,
         )
         if not now.is_prefill:
+            if self._observed and self._observed[-1].result.rescored != result.rescored:
+                self._score_step(batch, now)
             self._steps.append(_Arrival(key, value))
             self._observed.append(observed)
             # Layers may rotate queries differently, and prefill in the same pass changes the
