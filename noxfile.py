@@ -116,13 +116,17 @@ def wheels(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check style, format, the import rules between packages, and the length of source files."""
+    """Check style, format, the import rules between packages, containers, and the length of files."""
     install(session, groups=("lint",))
     constraints, variables = build_settings(session)
     session.install("--no-deps", *editable(PACKAGES), *constraints, env=variables)
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("lint-imports", "--no-cache")
+    for path in sorted(ROOT.glob("deploy/*.Dockerfile")):
+        session.run("hadolint", str(path))
+    compose = ("--builtin-schema", "vendor.compose-spec", "deploy/compose.yaml")
+    session.run("check-jsonschema", *compose)
     for path in sorted(ROOT.glob("packages/*/src/**/*.py")):
         lines = len(path.read_text().splitlines())
         if lines > LONGEST:
