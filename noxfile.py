@@ -69,7 +69,7 @@ def tests(session: nox.Session, package: str) -> None:
     """
     if package == ACROSS:
         more = ("triton>=3.6", "numpy>=2.0") if sys.platform == "linux" else ()
-        groups = ("test", "model", "upstream")
+        groups = ("test", "model", "notebook", "upstream")
         install(session, *editable(PACKAGES, EXAMPLES), *more, groups=groups)
         pytest(session, "tests", *(f"examples/{name}" for name in EXAMPLES))
     else:
@@ -116,7 +116,7 @@ def wheels(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check style, format, the import rules between packages, containers, and the length of files."""
+    """Check style, format, imports between packages, containers and the length of files."""
     install(session, groups=("lint",))
     constraints, variables = build_settings(session)
     session.install("--no-deps", *editable(PACKAGES), *constraints, env=variables)
