@@ -22,7 +22,7 @@ from _timing import Turns, timed
 from rich.console import Console
 from torch import Tensor
 
-from kv_paging import PagePool, Tiers, TokenStore, TokenWrite, fit
+from kv_paging import PagePool, Recoding, Tiers, TokenStore, TokenWrite, fit
 from kv_policy import DROP, RawCodec, TokenFormat
 from kv_quant import IntegerCodec
 
@@ -34,7 +34,6 @@ FORMATS = {
     "k4v2": TokenFormat(IntegerCodec(DIM, 4), IntegerCodec(DIM, 2)),
     "raw": TokenFormat(RawCodec(DIM, torch.bfloat16), RawCodec(DIM, torch.bfloat16)),
 }
-VECTORS = frozenset({"keys", "values"})
 
 
 class Full:
@@ -65,16 +64,10 @@ class Full:
         self.store.kernels.write(pages, tokens)
 
     def encode_from(self, other: "Full") -> None:
-        """Write all tokens of another store, read from its pages."""
-        read = other.store.kernels.read(
-            other.store.whole(), self.table_rows, self.keep.shape[1], VECTORS
-        )
-        assert read.key is not None  # they were asked for
-        assert read.value is not None
-        pages = self.store.whole()
-        vectors = (read.key, read.value, read.score, read.position)
-        tokens = TokenWrite(self.table_rows, self.start, read.held, *vectors)
-        self.store.kernels.write(pages, tokens)
+        """Write all tokens of another store, encoded anew from its pages."""
+        source = other.store.whole()
+        tokens = Recoding(source, self.table_rows, self.table_rows, self.start, self.keep)
+        self.store.kernels.recode(self.store.whole(), tokens)
 
     def compact(self) -> None:
         """Close the gaps of a random half; the lengths stay, so that it can be done again."""
@@ -143,9 +136,10 @@ def measured(tokens: int, rounds: int) -> list[dict[str, object]]:
         work = {way: full[name, way].encode for way in WAYS}
         each = 4 * DIM + 8 + full[name, "cpu"].bytes_of_token
         add("encode", name, dict(work), count * each)
-    again = {way: partial(full["k4v2", way].encode_from, full["k8v4", way]) for way in WAYS}
-    each = sum(full[name, "cpu"].bytes_of_token for name in ("k8v4", "k4v2"))
-    add("requantize", "k8v4 to k4v2", dict(again), count * each)
+    for before, after in (("k8v4", "k4v2"), ("raw", "k8v4")):
+        again = {way: partial(full[after, way].encode_from, full[before, way]) for way in WAYS}
+        each = sum(full[name, "cpu"].bytes_of_token for name in (before, after))
+        add("requantize", f"{before} to {after}", dict(again), count * each)
     for name in FORMATS:
         one = full[name, "cpu"]
         work = {way: full[name, way].compact for way in WAYS}

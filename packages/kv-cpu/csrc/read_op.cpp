@@ -104,7 +104,7 @@ Tensor read_vectors(const Chosen& chosen, const Coder& coder, int which, const T
     uint8_t* to = first + i * slots * width;
     const int64_t codes = chosen.tier.code[which];
     const Span span{codes, codes + 1};
-    chosen.over_pages(i, span, [&](const uint8_t* page, int64_t slot, int64_t tokens) {
+    chosen.over_pages(i, span, [&](uint8_t* page, int64_t slot, int64_t tokens) {
       for (int64_t row = 0; row < tokens; ++row) {
         uint8_t* at = to + (slot + row) * width;
         if (format.number == Number::kCodes)

@@ -104,7 +104,14 @@ TIER = {
     "dim": (13, 1025, "values have 1025 dimensions; 1 to 1024 are supported"),
     "both": (3, None, "offset of values is .* the page has another field"),
 }
-PAGES = ("page_read", "page_weakest", "page_rescore", "page_accumulate", "page_write")
+PAGES = (
+    "page_read",
+    "page_weakest",
+    "page_rescore",
+    "page_accumulate",
+    "page_write",
+    "page_recode",
+)
 
 
 @pytest.mark.parametrize("name", [*PAGES, "page_compact", "page_step"])

@@ -12,7 +12,7 @@ import torch
 
 FORCE: Final = "KV_CPU_ISA"  # the environment variable that names an instruction set
 FILE: Final = "libkv_cpu.so"
-INTERFACE: Final = 5  # version of the operators' signatures; equal to the library's
+INTERFACE: Final = 6  # version of the operators' signatures; equal to the library's
 
 
 def missing() -> str | None:

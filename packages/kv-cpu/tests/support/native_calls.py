@@ -123,6 +123,7 @@ class Maker:
             "page_rescore": self.page_rescore,
             "page_accumulate": self.page_accumulate,
             "page_write": self.page_write,
+            "page_recode": self.page_recode,
             "page_compact": self.page_compact,
             "page_copy": self.page_copy,
             "page_step": self.page_step,
@@ -366,6 +367,26 @@ class Maker:
             beside.append(self.integers(0, 99, len(table_rows), columns, dtype=self.either()))
         isa = self.random.choice(self.isas)
         return [data, table, numbers, table_rows, start, keep, key, value, beside, isa]
+
+    def page_recode(self) -> list[Arg]:
+        more, dims = (self.random.random() < 0.5, self.random.random() < 0.5), (self.dim(),) * 2
+        data, table, numbers, _ = self.tier(3, more, dims)
+        other, source_table, source, _ = self.tier(2, (True, True), dims)
+        table = torch.arange(6).view(3, 2)[:, :1].contiguous().to(table.dtype)  # one page each
+        if self.random.random() < 0.4:  # both tiers in one pool, in pages of their own
+            size = max(data.shape[1], other.shape[1])
+            whole = self.integers(0, 256, 12, size, dtype=torch.uint8)
+            whole[:6, : data.shape[1]], whole[6:, : other.shape[1]] = data, other
+            data = other = whole
+            source_table = source_table + 6
+        table_rows = self.table_rows(3)
+        room = min(numbers[0], source[0] * source_table.shape[1])
+        columns = self.random.randint(0, room)
+        start = self.integers(0, numbers[0] - columns + 1, len(table_rows), dtype=self.either())
+        keep = self.integers(0, 2, len(table_rows), columns).bool()
+        rows = self.integers(0, 2, len(table_rows), dtype=self.either())
+        target = [data, table, numbers, table_rows, start, keep]
+        return [*target, other, source_table, source, rows, self.random.choice(self.isas)]
 
     def page_compact(self) -> list[Arg]:
         data, table, numbers, _ = self.tier(3, (self.random.random() < 0.5, False))

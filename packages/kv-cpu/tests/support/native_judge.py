@@ -549,6 +549,31 @@ def page_write(data, table, numbers, table_rows, start, keep, key, value, beside
     return []
 
 
+def page_recode(
+    data, table, numbers, table_rows, start, keep, other, source_table, source_numbers, rows, isa
+):
+    tier, source = Tier(data, table, numbers), Tier(other, source_table, source_numbers)
+    tokens = []
+    for i in range(len(keep)):
+        row = int(rows[i])
+        for count, slot in enumerate(keep[i].nonzero()[:, 0].tolist()):
+            vectors = []
+            for which in (0, 1):
+                x, number = source.read(row, slot, which), source.formats[which].number
+                vectors.append(x.to(DTYPES[number] if number else torch.float32))
+            beside = [
+                source.number(row, slot, where, dtype) if own >= 0 else None
+                for own, where, dtype in (
+                    (tier.score, source.score, torch.float32),
+                    (tier.position, source.position, torch.int32),
+                )
+            ]
+            tokens.append((int(table_rows[i]), at(start, i) + count, vectors, *beside))
+    for token in tokens:
+        tier.write(*token)
+    return []
+
+
 def page_compact(data, table, numbers, table_rows, stay):
     tier = Tier(data, table, numbers)
     for i in range(len(stay)):
