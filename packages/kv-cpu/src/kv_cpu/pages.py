@@ -150,17 +150,21 @@ def read(
     vectors: VectorNames,
     start: Int[Tensor, " S"] | None = None,
 ) -> Stored:
-    """Read tokens; torch reads those that are not the first.
+    """Read tokens.
 
     Raises:
         RuntimeError: a table names a missing page.
     """
-    if start is not None:
-        return torch_kernels.read(pages, table_rows, slots, vectors, start)
     layout, wanted = pages.layout, ("keys" in vectors, "values" in vectors)
     found = iter(
         torch.ops.kv_cpu.page_read(
-            *_tier(pages), pages.length[:, 0], table_rows.contiguous(), slots, *wanted, chosen()
+            *_tier(pages),
+            pages.length[:, 0],
+            table_rows.contiguous(),
+            torch.zeros_like(table_rows) if start is None else start.contiguous(),
+            slots,
+            *wanted,
+            chosen(),
         )
     )
     there = (True, layout.scores, layout.positions, *wanted)
