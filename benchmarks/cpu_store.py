@@ -4,7 +4,8 @@ Bulk operations are over 16,384 tokens of 8 heads of 128 dimensions: encoding fr
 encoding anew what lies in another format, and MoveCache, which closes the gaps where a random half
 of the tokens went. Their bytes are those read and those written. A step is one of SmolLM2 over 8
 sequences: in each of 720 rows the least score is found in both tiers, one victim goes from K8V4
-to K4V2, and a candidate takes its place.
+to K4V2, and a candidate takes its place. Attention is a decode step of 4 queries a head over tokens
+of K4V4 with a scale for each channel of 32 keys.
 
 Everything runs on one thread, and seconds are its processor time.
 """
@@ -22,19 +23,19 @@ from _timing import Turns, timed
 from rich.console import Console
 from torch import Tensor
 
-from kv_paging import PagePool, Tiers, TokenStore, TokenWrite, fit
+from kv_attention import attend
+from kv_paging import PagePool, Recoding, Tiers, TokenStore, TokenWrite, fit
 from kv_policy import DROP, RawCodec, TokenFormat
-from kv_quant import IntegerCodec
+from kv_quant import ChannelCodec, IntegerCodec, RowsCodec
 
 CONSOLE = Console(stderr=True)
-HEADS, DIM = 8, 128
+HEADS, DIM, BLOCK = 8, 128, 32
 WAYS = ("cpu", "torch")
 FORMATS = {
     "k8v4": TokenFormat(IntegerCodec(DIM, 8), IntegerCodec(DIM, 4)),
     "k4v2": TokenFormat(IntegerCodec(DIM, 4), IntegerCodec(DIM, 2)),
     "raw": TokenFormat(RawCodec(DIM, torch.bfloat16), RawCodec(DIM, torch.bfloat16)),
 }
-VECTORS = frozenset({"keys", "values"})
 
 
 class Full:
@@ -65,16 +66,10 @@ class Full:
         self.store.kernels.write(pages, tokens)
 
     def encode_from(self, other: "Full") -> None:
-        """Write all tokens of another store, read from its pages."""
-        read = other.store.kernels.read(
-            other.store.whole(), self.table_rows, self.keep.shape[1], VECTORS
-        )
-        assert read.key is not None  # they were asked for
-        assert read.value is not None
-        pages = self.store.whole()
-        vectors = (read.key, read.value, read.score, read.position)
-        tokens = TokenWrite(self.table_rows, self.start, read.held, *vectors)
-        self.store.kernels.write(pages, tokens)
+        """Write all tokens of another store, encoded anew from its pages."""
+        source = other.store.whole()
+        tokens = Recoding(source, self.table_rows, self.table_rows, self.start, self.keep)
+        self.store.kernels.recode(self.store.whole(), tokens)
 
     def compact(self) -> None:
         """Close the gaps of a random half; the lengths stay, so that it can be done again."""
@@ -119,6 +114,29 @@ class Step:
             self.tiers.step(*choice, self.weakest(), *self.token)
 
 
+class Attention:
+    """Tokens whose keys have scales per channel, and a decode step over them."""
+
+    def __init__(self, tokens: int) -> None:
+        """Fill blocks, and the residual of a few tokens that do not fill one."""
+        torch.manual_seed(0)
+        value = RowsCodec(IntegerCodec(DIM, 4), BLOCK)
+        (layout,) = fit([TokenFormat(ChannelCodec(DIM, 4, BLOCK), value)], 64, positions=True)
+        pool = PagePool(layout.nbytes)
+        self.tiers = Tiers(pool, [layout], 1, 1, HEADS, raw=FORMATS["raw"])
+        key, value = torch.randn(2, HEADS, tokens + 5, DIM).bfloat16()
+        keep = torch.ones(HEADS, tokens + 5, dtype=torch.bool)
+        place = torch.arange(tokens + 5).expand(HEADS, -1)
+        self.tiers.append(0, self.tiers.table_rows(), key, value, keep, None, place)
+        self.query = torch.randn(1, HEADS, 4, 1, DIM).bfloat16()
+        self.place = torch.full((1, 1), tokens + 5)
+
+    def step(self, backend: str) -> Tensor:
+        """Attend."""
+        pages = self.tiers.views(0)
+        return attend(self.query, self.place, pages, [], DIM**-0.5, backend=backend).out
+
+
 def measured(tokens: int, rounds: int) -> list[dict[str, object]]:
     """Time everything turn by turn."""
     rows: list[dict[str, object]] = []
@@ -143,13 +161,17 @@ def measured(tokens: int, rounds: int) -> list[dict[str, object]]:
         work = {way: full[name, way].encode for way in WAYS}
         each = 4 * DIM + 8 + full[name, "cpu"].bytes_of_token
         add("encode", name, dict(work), count * each)
-    again = {way: partial(full["k4v2", way].encode_from, full["k8v4", way]) for way in WAYS}
-    each = sum(full[name, "cpu"].bytes_of_token for name in ("k8v4", "k4v2"))
-    add("requantize", "k8v4 to k4v2", dict(again), count * each)
+    for before, after in (("k8v4", "k4v2"), ("raw", "k8v4")):
+        again = {way: partial(full[after, way].encode_from, full[before, way]) for way in WAYS}
+        each = sum(full[name, "cpu"].bytes_of_token for name in (before, after))
+        add("requantize", f"{before} to {after}", dict(again), count * each)
     for name in FORMATS:
         one = full[name, "cpu"]
         work = {way: full[name, way].compact for way in WAYS}
         add("movecache", name, dict(work), 2 * one.moved * one.bytes_of_token)
+    attention = Attention(tokens)
+    each = sum(IntegerCodec(DIM, 4).parts) + sum(ChannelCodec(DIM, 4, BLOCK).parts) / BLOCK
+    add("attention", "channel", {way: partial(attention.step, way) for way in WAYS}, count * each)
     steps = {way: Step(way, tokens // 16) for way in WAYS}
     scores = sum(store.length.sum() * 4 for store in steps["cpu"].tiers.stores)
     add("weakest", "720 streams", {way: one.weakest for way, one in steps.items()}, float(scores))

@@ -23,12 +23,13 @@ struct Format {
   int group;   // dimensions that share a scale
   int stride;  // bytes of codes
   int groups;
+  int share = 1;  // consecutive tokens with the same scales and zero points
 
   // Bytes of a vector, without its scales and zero points.
   int bytes() const {
     return number == Number::kCodes ? stride : dim * (number == Number::kFloat32 ? 4 : 2);
   }
-  int meta_bytes() const { return 4 * groups; }
+  int meta_bytes() const { return 4 * groups; }  // of a vector, or of those that share them
 };
 
 // The addresses of strips of kLanes equally spaced rows, by strip; null for other strips.

@@ -15,6 +15,9 @@ struct Coder {
                  uint8_t* meta);
   // Decodes a row to float32.
   void (*decode)(const Format&, const uint8_t* codes, const uint8_t* meta, float* to);
+  // Encodes the rows at `codes` and `meta`, of a format with as many dimensions, to `count` rows.
+  void (*recode)(const Format& from, const uint8_t* const* codes, const uint8_t* const* meta,
+                 const Format& to, int count, uint8_t* new_codes, uint8_t* new_meta);
 };
 
 extern const Coder plain_coder;

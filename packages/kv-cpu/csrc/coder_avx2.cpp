@@ -2,6 +2,6 @@
 
 namespace kv {
 
-extern const Coder avx2_coder = {encode, decode};
+extern const Coder avx2_coder = {encode, decode, recode};
 
 }  // namespace kv

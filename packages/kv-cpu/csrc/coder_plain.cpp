@@ -2,6 +2,6 @@
 
 namespace kv {
 
-extern const Coder plain_coder = {encode, decode};
+extern const Coder plain_coder = {encode, decode, recode};
 
 }  // namespace kv

@@ -120,10 +120,14 @@ bool Cursor::from_pages(const Part& part, Block& block) {
       const int step = format.bytes(), more = format.meta_bytes(), to = block.count;
       const uint8_t *from = at + offset[0] + first * step, *scales = at + offset[1] + first * more;
       list(from, step, to, int(count), strips ? strips->data : nullptr, rows);
-      list(scales, more, to, int(count), strips ? strips->meta : nullptr, meta);
+      if (format.share > 1)
+        for (int i = 0; i < count; ++i)
+          meta[to + i] = at + offset[1] + (first + i) / format.share * more;
+      else
+        list(scales, more, to, int(count), strips ? strips->meta : nullptr, meta);
       if (!job_.kernels->strips) return;
       spans.add(from, from + count * step);
-      if (more) spans.add(scales, scales + count * more);
+      if (more && format.share == 1) spans.add(scales, scales + count * more);
     };
     add(part.key, part.offset, block.key_strips ? &block.key_strip : nullptr, block.key,
         block.key_meta, block.key_spans);

@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
+#include <tuple>
 
 #include "arguments.h"
 
@@ -14,7 +15,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 constexpr int kTensors = 4;  // per part: data, table, length, place; or key, value, place, place
-constexpr int kNumbers = 18;
+constexpr int kNumbers = 20;
 constexpr double kLeastBound = 1e-30, kMostBound = 1e30;  // of logits
 
 // The dtype of a number kind, for `view`.
@@ -41,15 +42,18 @@ void read_pages(const Job& job, int64_t i, const Tensor* tensors, const int64_t*
   part.table = integers_of(table);
   part.table_width = table.size(2);
   part.length = integers_of(length);
-  check_rows({"offset of keys of part ", i}, part.offset[0], part.tokens, part.key.bytes(), bytes);
-  if (part.key.groups)
-    check_rows({"offset of scales of keys of part ", i}, part.offset[1], part.tokens,
-               part.key.meta_bytes(), bytes);
-  check_rows({"offset of values of part ", i}, part.offset[2], part.tokens, part.value.bytes(),
-             bytes);
-  if (part.value.groups)
-    check_rows({"offset of scales of values of part ", i}, part.offset[3], part.tokens,
-               part.value.meta_bytes(), bytes);
+  auto check = [&](Label label, Label scales, const Format& format, const int64_t* offset) {
+    if (part.tokens % format.share)
+      refuse(scales, ": they are shared by ", format.share, " tokens; a page has ", part.tokens,
+             ", which must be a multiple");
+    check_rows(label, offset[0], part.tokens, format.bytes(), bytes);
+    if (format.groups)
+      check_rows(scales, offset[1], part.tokens / format.share, format.meta_bytes(), bytes);
+  };
+  check({"offset of keys of part ", i}, {"offset of scales of keys of part ", i}, part.key,
+        part.offset);
+  check({"offset of values of part ", i}, {"offset of scales of values of part ", i}, part.value,
+        part.offset + 2);
   if (part.position_offset >= 0)
     check_rows({"offset of positions of part ", i}, part.position_offset, part.tokens, 4, bytes);
   const int64_t room = part.table_width * part.tokens;  // both are at most kMost
@@ -96,13 +100,23 @@ void read_place(const Job& job, int64_t i, const Tensor& place, Part& part) {
 }
 
 // numbers: paged, width, key (number, dim, bits, group), value (the same), whether positions are
-// given, then for pages: tokens, four offsets, offset of positions, reverse
+// given, then for pages: tokens, four offsets, offset of positions, reverse; then the tokens that
+// share scales of keys, and of values
 Part read_part(const Job& job, int64_t i, const Tensor* tensors, const int64_t* numbers) {
   Part part;
   part.paged = within({"whether there are pages in part ", i}, numbers[0], 0, 1) != 0;
   part.width = within({"width of part ", i}, numbers[1], 0, kMost);
   part.key = format_of({"keys of part ", i}, numbers + 2);
   part.value = format_of({"values of part ", i}, numbers + 6);
+  for (const auto& [label, format, share] :
+       {std::tuple{Label{"keys of part ", i}, &part.key, numbers[18]},
+        std::tuple{Label{"values of part ", i}, &part.value, numbers[19]}}) {
+    const bool codes = format->number == Number::kCodes;
+    if (share < 1 || share > (codes ? kMost : 1))
+      refuse(label, " share scales with ", share, " tokens; it must be 1",
+             codes ? " or more" : ", as they have none");
+    format->share = int(share);
+  }
   if (part.key.dim != job.key_dim || part.value.dim != job.value_dim)
     refuse("part ", i, " has keys and values of ", part.key.dim, " and ", part.value.dim,
            " dimensions; queries and the output have ", job.key_dim, " and ", job.value_dim);

@@ -57,7 +57,8 @@ struct Part {
   int64_t count(int64_t table_row) const { return paged ? length[table_row] : width; }
   // per token
   int64_t bytes() const {
-    return key.bytes() + key.meta_bytes() + value.bytes() + value.meta_bytes();
+    return key.bytes() + key.meta_bytes() / key.share + value.bytes() +
+           value.meta_bytes() / value.share;
   }
 };
 

@@ -2,16 +2,9 @@
 
 #include <cstring>
 
+#include "marked.h"
+
 namespace kv {
-namespace {
-
-int64_t row_bytes(const Format& format) {
-  if (format.number == Number::kCodes) return format.stride;
-  return format.dim * (format.number == Number::kFloat32 ? 4 : 2);
-}
-
-}  // namespace
-
 const Coder& coder_of(const Name& isa) {
   kernels_of(isa);
   return *coder(isa.text.c_str());
@@ -68,7 +61,7 @@ Tier tier_of(const View& pages, const int64_t* numbers) {
     const Format& format = tier.format[which] =
         format_of({which ? "values" : "keys"}, numbers + 8 + 4 * which);
     add({which ? "offset of values" : "offset of keys"}, tier.code[which] = numbers[1 + 2 * which],
-        row_bytes(format));
+        format.bytes());
     tier.meta[which] = format.groups ? numbers[2 + 2 * which] : 0;
     if (format.groups)
       add({which ? "offset of scales of values" : "offset of scales of keys"}, tier.meta[which],
@@ -131,15 +124,33 @@ void Tier::move(uint8_t* from, int64_t row, uint8_t* to, int64_t target) const {
   }
 }
 
-void Tier::decode(const Coder& coder, int which, const uint8_t* page, int64_t row, float* to) const {
-  coder.decode(format[which], page + code[which] + row * row_bytes(format[which]),
-               page + meta[which] + row * 4 * format[which].groups, to);
+void Tier::decode(const Coder& coder, int which, uint8_t* page, int64_t row, float* to) const {
+  coder.decode(format[which], codes_at(which, page, row), meta_at(which, page, row), to);
 }
 
 void Tier::encode(const Coder& coder, int which, Number from, const uint8_t* const* x, int count,
                   uint8_t* page, int64_t row) const {
-  coder.encode(format[which], from, x, count, page + code[which] + row * row_bytes(format[which]),
-               page + meta[which] + row * 4 * format[which].groups);
+  coder.encode(format[which], from, x, count, codes_at(which, page, row), meta_at(which, page, row));
+}
+
+std::vector<Share> shares_of(const Tier& tier, const Marks& marks, const Integers& table_rows,
+                             const Integers& start) {
+  std::vector<Share> shares;
+  for (int64_t i = 0; i < marks.count; ++i) {
+    const uint8_t *mine = marks.of(i), *end = mine + marks.columns;
+    // A table row without kept tokens needs no slots, and its start may be -1.
+    if (std::none_of(mine, end, [](uint8_t mark) { return mark != 0; })) continue;
+    int64_t slot = within({"start"}, start[i], 0, tier.room());
+    for (int64_t token = 0; token < marks.columns; token += kShare) {
+      const int64_t last = std::min(token + kShare, marks.columns);
+      int64_t more = 0;
+      for (int64_t k = token; k < last; ++k) more += mine[k] != 0;
+      if (more) shares.push_back({i, token, last, slot});
+      slot += more;
+    }
+    tier.check(table_rows[i], start[i], slot);
+  }
+  return shares;
 }
 
 }  // namespace kv

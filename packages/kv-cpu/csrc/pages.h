@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "arguments.h"
@@ -51,9 +52,16 @@ struct Tier {
   void check_page(int64_t page) const;
   void check_table_row(int64_t table_row) const;
   void move(uint8_t* from, int64_t row, uint8_t* to, int64_t target) const;
-  void decode(const Coder&, int which, const uint8_t* page, int64_t row, float* to) const;
+  void decode(const Coder&, int which, uint8_t* page, int64_t row, float* to) const;
   void encode(const Coder&, int which, Number from, const uint8_t* const* x, int count,
               uint8_t* page, int64_t row) const;
+  // The address of a row's codes or numbers, and of its scales and zero points.
+  uint8_t* codes_at(int which, uint8_t* page, int64_t row) const {
+    return page + code[which] + row * format[which].bytes();
+  }
+  uint8_t* meta_at(int which, uint8_t* page, int64_t row) const {
+    return page + meta[which] + row * format[which].meta_bytes();
+  }
 };
 
 // Pages [P, bytes]; those that are written must not overlap.

@@ -36,20 +36,25 @@ Span notes_of(const Tier& tier) {
   return {first < 0 ? last : first, last + 4 * tier.tokens};
 }
 
-// Some table rows of a tier, and the number of slots to read in each.
+// Some table rows of a tier, and the slots to read in each: up to `slots`, from start[i] on if that is
+// given.
 struct Chosen {
-  Chosen(const Tier& of, const Tensor& length, const Tensor& table_rows, int64_t slots)
+  Chosen(const Tier& of, const Tensor& length, const Tensor& table_rows, int64_t slots,
+         const Tensor* start = nullptr)
       : tier(of),
         named(table_rows_of(tier, table_rows, kAny)),
         lengths(view(length, {"length"}, kIntegers, {tier.table_rows}, Lay::kContiguous)),
         count(named.size(0)) {
     const Integers all = integers_of(lengths), which = integers_of(named);
+    Integers starts;
+    if (start) starts = integers_of(view(*start, {"start"}, kIntegers, {count}, Lay::kContiguous));
     for (int64_t i = 0; i < count; ++i) {
       table_row.push_back(which[i]);
       const int64_t there = all[table_row[i]];
       if (there < 0) refuse("a table row has ", there, " tokens; it must have 0 or more");
-      held.push_back(std::min(there, slots));
-      tier.check(table_row[i], 0, held[i]);
+      first.push_back(start ? within({"start"}, starts[i], 0, kMost) : 0);
+      held.push_back(std::clamp<int64_t>(there - first[i], 0, slots));
+      tier.check(table_row[i], first[i], first[i] + held[i]);
     }
   }
 
@@ -61,25 +66,27 @@ struct Chosen {
     check_apart(tier.pages_view, {"page data"}, lengths, {"length"});
   }
 
-  // f(page, slot, count of the slots from there in that page) over the held slots of table rows[i].
-  // Pages are scattered, so those needed next are prefetched.
+  // f(page, row in it, slot from the first on, count of the slots from there in that page) over the
+  // held slots of table rows[i]. Pages are scattered, so those needed next are prefetched.
   template <typename F>
   void over_pages(int64_t i, Span span, const F& f) const {
-    for (int64_t slot = 0; slot < held[i]; slot += tier.tokens) {
-      const int64_t later = slot + kAhead * tier.tokens;
-      if (later < held[i]) {
+    const int64_t end = first[i] + held[i];
+    for (int64_t slot = first[i], more; slot < end; slot += more) {
+      const int64_t row = slot % tier.tokens, later = slot + kAhead * tier.tokens;
+      more = std::min(tier.tokens - row, end - slot);
+      if (later < end) {
         const uint8_t* page = tier.page(table_row[i], later);
         for (int64_t at = span.first; at < span.last; at += kLine) __builtin_prefetch(page + at);
         __builtin_prefetch(page + span.last - 1);
       }
-      f(tier.page(table_row[i], slot), slot, std::min(tier.tokens, held[i] - slot));
+      f(tier.page(table_row[i], slot), row, slot - first[i], more);
     }
   }
 
   const Tier tier;
   const View named, lengths;
   const int64_t count;
-  std::vector<int64_t> table_row, held;
+  std::vector<int64_t> table_row, first, held;
 };
 
 // The requested number of slots, which the table must cover.
@@ -104,13 +111,13 @@ Tensor read_vectors(const Chosen& chosen, const Coder& coder, int which, const T
     uint8_t* to = first + i * slots * width;
     const int64_t codes = chosen.tier.code[which];
     const Span span{codes, codes + 1};
-    chosen.over_pages(i, span, [&](const uint8_t* page, int64_t slot, int64_t tokens) {
-      for (int64_t row = 0; row < tokens; ++row) {
-        uint8_t* at = to + (slot + row) * width;
+    chosen.over_pages(i, span, [&](uint8_t* page, int64_t row, int64_t slot, int64_t tokens) {
+      for (int64_t k = 0; k < tokens; ++k) {
+        uint8_t* at = to + (slot + k) * width;
         if (format.number == Number::kCodes)
-          chosen.tier.decode(coder, which, page, row, reinterpret_cast<float*>(at));
+          chosen.tier.decode(coder, which, page, row + k, reinterpret_cast<float*>(at));
         else
-          std::memcpy(at, page + codes + row * width, width);
+          std::memcpy(at, page + codes + (row + k) * width, width);
       }
     });
     const int64_t held = chosen.held[i];
@@ -119,14 +126,14 @@ Tensor read_vectors(const Chosen& chosen, const Coder& coder, int which, const T
   return out;
 }
 
-// The first slots of table rows: whether they hold a token (bool), then scores (float32, else 0)
+// The slots of table rows from start[i] on: whether they hold a token (bool), then scores (float32, else 0)
 // and positions (int64, else -1) if pages store them, then keys and values if requested.
 std::vector<Tensor> page_read(Tensor data, Tensor table, std::vector<int64_t> numbers,
-                              Tensor length, Tensor table_rows, int64_t slots, bool keys,
-                              bool values, Name isa) {
+                              Tensor length, Tensor table_rows, Tensor start,
+                              int64_t slots, bool keys, bool values, Name isa) {
   const Coder& coder = coder_of(isa);
   const Tier tier = tier_of(pages_of(data, Use::kReads), table, numbers);
-  const Chosen chosen(tier, length, table_rows, slots_of(tier, slots));
+  const Chosen chosen(tier, length, table_rows, slots_of(tier, slots), &start);
   std::vector<Tensor> found;
   auto made = [&](ScalarType type) {
     found.push_back(torch::stable::new_empty(data, {chosen.count, slots}, type));
@@ -139,11 +146,12 @@ std::vector<Tensor> page_read(Tensor data, Tensor table, std::vector<int64_t> nu
     const int64_t at = i * slots, end = at + chosen.held[i], stop = at + slots;
     std::fill(held + at, held + end, true);
     std::fill(held + end, held + stop, false);
-    chosen.over_pages(i, notes_of(tier), [&](const uint8_t* page, int64_t slot, int64_t tokens) {
-      if (score) std::memcpy(score + at + slot, page + tier.score, 4 * tokens);
+    chosen.over_pages(i, notes_of(tier), [&](const uint8_t* page, int64_t row, int64_t slot,
+                                             int64_t tokens) {
+      if (score) std::memcpy(score + at + slot, page + tier.score + 4 * row, 4 * tokens);
       if (!position) return;
-      for (int64_t row = 0; row < tokens; ++row)
-        position[at + slot + row] = load<int32_t>(page + tier.position + 4 * row);
+      for (int64_t k = 0; k < tokens; ++k)
+        position[at + slot + k] = load<int32_t>(page + tier.position + 4 * (row + k));
     });
     if (score) std::fill(score + end, score + stop, 0.0f);
     if (position) std::fill(position + end, position + stop, int64_t(-1));
@@ -183,7 +191,8 @@ std::vector<Tensor> page_weakest(Tensor data, Tensor table, std::vector<int64_t>
   for_all(chosen.count, grain(kWorth, product(8, slots)), [&](int64_t i) {
     float least = INFINITY;
     int64_t at = -1;
-    chosen.over_pages(i, scores_of(tier), [&](const uint8_t* page, int64_t slot, int64_t tokens) {
+    chosen.over_pages(i, scores_of(tier), [&](const uint8_t* page, int64_t, int64_t slot,
+                                              int64_t tokens) {
       if (at >= 0 && none_below(page + tier.score, tokens, least)) return;
       for (int64_t row = 0; row < tokens; ++row) {
         const float score = load<float>(page + tier.score + 4 * row);
@@ -210,7 +219,7 @@ void page_rescore(Tensor data, Tensor table, std::vector<int64_t> numbers, Tenso
   chosen.check_writes();
   check_apart(tier.pages_view, {"page data"}, scores, {"score"});
   for_all(chosen.count, grain(kWorth, product(8, slots)), [&](int64_t i) {
-    chosen.over_pages(i, scores_of(tier), [&](uint8_t* page, int64_t slot, int64_t) {
+    chosen.over_pages(i, scores_of(tier), [&](uint8_t* page, int64_t, int64_t slot, int64_t) {
       const int64_t known = std::clamp<int64_t>(slots - slot, 0, tier.tokens);
       if (known) std::memcpy(page + tier.score, given + i * slots + slot, 4 * known);
       std::memset(page + tier.score + 4 * known, 0, 4 * (tier.tokens - known));
@@ -259,7 +268,7 @@ void page_accumulate(Tensor data, Tensor table, std::vector<int64_t> numbers, Te
   const Integers counted = integers_of(counts), tokens = integers_of(befores);
   const int64_t most = last < 0 ? INT64_MAX : last;
   for_all(chosen.count, grain(kWorth, product(20, slots)), [&](int64_t i) {
-    chosen.over_pages(i, notes_of(tier), [&](uint8_t* page, int64_t slot, int64_t held) {
+    chosen.over_pages(i, notes_of(tier), [&](uint8_t* page, int64_t, int64_t slot, int64_t held) {
       const int64_t at = i * slots + slot;
       std::memset(page + tier.score + 4 * held, 0, 4 * (tier.tokens - held));
       if (tokens[i] < 0) return;
@@ -285,9 +294,8 @@ void page_accumulate(Tensor data, Tensor table, std::vector<int64_t> numbers, Te
 
 STABLE_TORCH_LIBRARY_FRAGMENT(kv_cpu, m) {
   m.def(
-      "page_read(Tensor data, Tensor table, int[] tier, Tensor length, Tensor table_rows, int "
-      "slots, "
-      "bool keys, bool values, str isa) -> Tensor[]");
+      "page_read(Tensor data, Tensor table, int[] tier, Tensor length, Tensor table_rows, "
+      "Tensor start, int slots, bool keys, bool values, str isa) -> Tensor[]");
   m.def(
       "page_weakest(Tensor data, Tensor table, int[] tier, Tensor length, Tensor table_rows, "
       "int slots, Tensor until) -> Tensor[]");

@@ -5,21 +5,11 @@
 #include <cstring>
 #include <utility>
 
+#include "marked.h"
 #include "name.h"
-#include "pages.h"
 
 namespace kv {
 namespace {
-
-constexpr int kRun = 256;     // maximum tokens encoded at once
-constexpr int kShare = 512;   // columns of `keep` per worker and iteration
-constexpr int kWorth = 1024;  // tokens to encode that justify another thread
-
-// Tokens first .. last - 1 of those given for table rows[i]; the kept ones are written to the slots
-// from `slot` on.
-struct Share {
-  int64_t i, first, last, slot;
-};
 
 struct Fresh {
   Vectors key, value;
@@ -32,18 +22,10 @@ class Writer {
   Writer(const Tier& tier, const Coder& coder, const Fresh& fresh, int64_t columns)
       : tier_(tier), coder_(coder), fresh_(fresh), columns_(columns) {}
 
-  void write(const Share& share, int64_t table_row, const uint8_t* keep) const {
-    int64_t kept[kRun], slot = share.slot;
-    int count = 0;
-    for (int64_t token = share.first; token < share.last; ++token) {
-      if (!keep[token]) continue;
-      kept[count++] = token;
-      if (count == kRun || (slot + count) % tier_.tokens == 0) {
-        write(share.i, table_row, slot, kept, count);
-        slot += count, count = 0;
-      }
-    }
-    if (count) write(share.i, table_row, slot, kept, count);
+  void write(const Share& share, const Marks& marks, int64_t table_row) const {
+    over_runs(tier_, marks, share, [&](int64_t slot, const int64_t* kept, int count) {
+      write(share.i, table_row, slot, kept, count);
+    });
   }
 
  private:
@@ -81,8 +63,8 @@ void page_write(Tensor data, Tensor table, std::vector<int64_t> numbers, Tensor 
   const View pages = pages_of(data, Use::kWrites);
   const Tier tier = tier_of(pages, table, numbers);
   const View kept = view(keep, {"keep"}, kMarks, {kAny, kAny}, Lay::kContiguous);
-  const int64_t count = kept.size(0), columns = kept.size(1);
-  const auto* marks = kept.as<const uint8_t>();  // any byte but 0 is true
+  const Marks marks(kept);
+  const int64_t count = marks.count, columns = marks.columns;
   const View names = table_rows_of(tier, table_rows, count);
   const View starts = view(start, {"start"}, kIntegers, {count}, Lay::kContiguous);
   const View keys = view(key, {"key"}, kFloats, {count, columns, tier.format[0].dim}, Lay::kRows);
@@ -115,28 +97,14 @@ void page_write(Tensor data, Tensor table, std::vector<int64_t> numbers, Tensor 
     check_apart(pages, {"page data"}, positions, {"positions"});
     fresh.position = integers_of(positions);
   }
-  std::vector<Share> shares;
-  for (int64_t i = 0; i < count; ++i) {
-    const uint8_t* mine = marks + i * columns;
-    // A table row without kept tokens needs no slots, and its start may be -1.
-    if (std::none_of(mine, mine + columns, [](uint8_t mark) { return mark != 0; })) continue;
-    int64_t slot = within({"start"}, first[i], 0, tier.room());
-    for (int64_t token = 0; token < columns; token += kShare) {
-      const int64_t last = token + kShare < columns ? token + kShare : columns;
-      int64_t more = 0;
-      for (int64_t k = token; k < last; ++k) more += mine[k] != 0;
-      if (more) shares.push_back({i, token, last, slot});
-      slot += more;
-    }
-    tier.check(named[i], first[i], slot);
-    for (int64_t k = 0; fresh.position.wide && k < columns; ++k)
-      if (mine[k]) within({"a position"}, fresh.position[i * columns + k], INT32_MIN, INT32_MAX);
-  }
+  const std::vector<Share> shares = shares_of(tier, marks, named, first);
+  for (int64_t i = 0; fresh.position.wide && i < count; ++i)
+    for (int64_t k = 0; k < columns; ++k)
+      if (marks.of(i)[k])
+        within({"a position"}, fresh.position[i * columns + k], INT32_MIN, INT32_MAX);
   const Writer writer(tier, coder, fresh, columns);
-  for_all(shares.size(), grain(kWorth, std::min<int64_t>(columns, kShare - 1)), [&](int64_t k) {
-    const Share& share = shares[k];
-    writer.write(share, named[share.i], marks + share.i * columns);
-  });
+  for_shares(shares, marks,
+             [&](const Share& share) { writer.write(share, marks, named[share.i]); });
 }
 
 // Moves the marked rows stay [S, L] of table rows[i] to the front: the first past the new end moves

@@ -1,6 +1,7 @@
 """Native decode steps, compared with the reference, for each available instruction set."""
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,8 +16,11 @@ from attention_judge import (
     assert_same_observation,
     assert_same_output,
 )
+from kv_attention import attend
 from kv_cpu.backend import declined
-from kv_policy import Observe
+from kv_paging import PagePool, Tiers, fit
+from kv_policy import Observe, RawCodec, TokenFormat
+from kv_quant import ChannelCodec, IntegerCodec, RowsCodec
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 NATIVE = st.sampled_from(["8", "4", "2", "1", "float16", "bfloat16", "float32"])
@@ -49,6 +53,54 @@ def test_any_cache(case, near, seed, shape, tiers):
 @pytest.mark.grid(3)
 def test_codes_of_every_size_and_odd_groups(case, near, key, value, group):
     assert_native(case(5, D=21, Dv=21, L=1, group=group, tiers=[(key, value)]), near)
+
+
+BLOCKS = [("8c", "4r"), ("4c", "4r"), ("2c", "8r"), ("1c", "1c"), ("4r", "2c")]
+
+
+@pytest.mark.parametrize("tier", BLOCKS)
+@pytest.mark.parametrize("dims", [(1, 1), (21, 5), (64, 64), (33, 128)], ids=str)
+@pytest.mark.parametrize("holes", [False, True])
+@pytest.mark.grid(3)
+def test_scales_of_blocks_of_tokens(case, near, tier, dims, holes):
+    D, Dv = dims
+    for block, page, stored in ((3, 2, 40), (32, 1, 90), (16, 4, 300)):
+        shape = {"D": D, "Dv": Dv, "group": 16, "L": 1, "stored": stored, "page": page}
+        c = case(7, tiers=[tier], block=block, holes=holes, window=5, spare=1, **shape)
+        assert_native(c, near)
+        watch = Observe(None, "sum", also=frozenset({"entropy"}))
+        assert_same_observation(c, watch, max(near, 1e-4), "cpu")
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_long_table_rows_of_blocks_beside_residual_tokens(case, near, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        c = case(3, B=1, D=64, Dv=64, L=1, tiers=[("4c", "4r")], stored=1200, block=32, page=2)
+        other = case(3, B=1, D=64, Dv=64, L=1, tiers=[("float16", "float16")], stored=31, page=8)
+        both = (*c.pages, *other.pages), [*c.page_positions, *other.page_positions]
+        assert_native(replace(c, pages=both[0], page_positions=both[1]), near)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_blocks_with_scales_per_channel_and_their_residual(near):
+    key, value = ChannelCodec(20, 4, 16), RowsCodec(IntegerCodec(20, 2, 8), 16)
+    (layout,) = fit([TokenFormat(key, value)], 32, positions=True)
+    raw = TokenFormat(RawCodec(20, torch.float16), RawCodec(20, torch.float16))
+    tiers = Tiers(PagePool(layout.nbytes), [layout], 1, 2, 3, raw=raw)
+    place = torch.arange(150).expand(6, -1)
+    keep = torch.ones(6, 150, dtype=torch.bool)
+    keep[1, 40:] = False
+    torch.manual_seed(0)
+    tiers.append(0, tiers.table_rows(), *torch.randn(2, 6, 150, 20), keep, None, place)
+    assert len(tiers.views(0)) == 2
+    q, now = torch.randn(2, 3, 4, 1, 20), torch.full((2, 1), 150)
+    with patch("kv_cpu.backend.attend_in_torch", side_effect=AssertionError("it went to torch")):
+        found = attend(q, now, tiers.views(0), [], 0.3, backend="cpu").out
+    wanted = attend(q, now, tiers.views(0), [], 0.3, backend="torch").out
+    torch.testing.assert_close(found, wanted, rtol=near, atol=near)
 
 
 @pytest.mark.parametrize(("key", "value"), [(1, 256), (31, 33), (64, 64), (100, 96), (256, 1)])

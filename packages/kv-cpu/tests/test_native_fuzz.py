@@ -73,6 +73,27 @@ def test_codes_that_there_are_not_are_refused(name, bits, group, message):
 
 
 @pytest.mark.parametrize("name", PARTS)
+def test_tokens_that_cannot_share_scales_are_refused(name):
+    call = valid(name)
+    numbers = call.args[PARTS[name]]
+    numbers[2], numbers[4], numbers[5] = 0, 1, 1
+    for share, message in (
+        (0, "keys of part 0 share scales with 0 tokens; it must be 1 or more"),
+        (2**31, "keys of part 0 share scales with 2147483648 tokens; it must be 1 or more"),
+        (
+            numbers[11] + 1,
+            "offset of scales of keys of part 0: they are shared by .* must be a multiple",
+        ),
+    ):
+        numbers[18] = share
+        with pytest.raises(RuntimeError, match=f"^{message}"):
+            getattr(torch.ops.kv_cpu, name)(*call.args)
+    numbers[2], numbers[18] = 1, 2
+    with pytest.raises(RuntimeError, match=r"^keys of part 0 share .* must be 1, as they have"):
+        getattr(torch.ops.kv_cpu, name)(*call.args)
+
+
+@pytest.mark.parametrize("name", PARTS)
 @pytest.mark.parametrize(("which", "argument"), [(0, "page data"), (1, "table"), (2, "lengths")])
 def test_tensors_of_a_part_are_refused_by_name(name, which, argument):
     call = valid(name)
@@ -104,7 +125,14 @@ TIER = {
     "dim": (13, 1025, "values have 1025 dimensions; 1 to 1024 are supported"),
     "both": (3, None, "offset of values is .* the page has another field"),
 }
-PAGES = ("page_read", "page_weakest", "page_rescore", "page_accumulate", "page_write")
+PAGES = (
+    "page_read",
+    "page_weakest",
+    "page_rescore",
+    "page_accumulate",
+    "page_write",
+    "page_recode",
+)
 
 
 @pytest.mark.parametrize("name", [*PAGES, "page_compact", "page_step"])

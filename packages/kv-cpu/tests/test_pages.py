@@ -1,5 +1,7 @@
 """Native page kernels, compared with those in torch: every byte of every page is the same."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,11 +9,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kv_cpu import pages as native
-from kv_paging import torch_kernels
+from kv_paging import Recoding, Tiers, torch_kernels
 from kv_policy import PageLayout, RawCodec, RunningMean, RunningSum, TokenFormat
 from kv_quant.integer import IntegerCodec
-from page_cases import FORMATS, one_store
-from page_twins import DTYPES, strided, vectors
+from page_cases import DIMS, FORMATS, codecs, one_store
+from page_twins import DTYPES, Twins, strided, vectors
 
 LAWS = settings(max_examples=30, deadline=None, derandomize=True)
 BOTH = frozenset({"keys", "values"})
@@ -83,6 +85,81 @@ def test_appending_replacing_reading_and_compacting(isa, form, tokens, beside, d
     both.do("compact", named, torch.rand(2, 30, generator=g) < 0.5)
     both.check()
     both.do("select", torch.tensor([2, 2, 0, 1, 0]))
+    both.check()
+
+
+PAIRS = st.tuples(DIMS, DIMS).flatmap(
+    lambda dims: st.lists(
+        st.builds(TokenFormat, codecs(dims[0]), codecs(dims[1])), min_size=2, max_size=2
+    )
+)
+
+
+@LAWS
+@given(
+    forms=PAIRS,
+    tokens=st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    beside=st.tuples(st.booleans(), st.booleans()),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 999),
+)
+def test_stored_tokens_are_encoded_in_another_format(isa, forms, tokens, beside, dtype, seed):
+    g = torch.Generator().manual_seed(seed)
+    layouts = [
+        PageLayout.sized(form, each, *beside) for form, each in zip(forms, tokens, strict=True)
+    ]
+    nbytes = max(layout.nbytes for layout in layouts)
+    layouts = [replace(layout, nbytes=nbytes) for layout in layouts]
+    both = Twins(lambda pool: Tiers(pool, layouts, 1, 3, 1), nbytes, "cpu")
+    key, value = (
+        vectors(
+            g, 3, 21, each[0].dim, strange=all(isinstance(codec, IntegerCodec) for codec in each)
+        ).to(dtype)
+        for each in zip(*((form.key, form.value) for form in forms), strict=True)
+    )
+    score = torch.randn(3, 21, generator=g) if beside[0] else None
+    place = torch.arange(21).expand(3, 21) if beside[1] else None
+    keep = torch.rand(3, 21, generator=g) < 0.8
+    both.do("append", 0, torch.arange(3), key, value, keep, score, place)
+    both.do("append", 1, torch.arange(3), key, value, keep & (key[..., 0] > 0), score, place)
+    named = torch.tensor([2, 0])
+    marks = torch.rand(2, 30, generator=g) < 0.5
+    for tiers in both.each:
+        copied = tiers.stores[0].copied(named)
+        assert copied[0].data.data_ptr() != tiers.pool.padded.data_ptr()
+        tiers.append_stored(1, named, copied, marks)
+    both.check()
+
+
+def test_a_page_is_not_read_and_written(isa):
+    form = TokenFormat(IntegerCodec(8, 4), IntegerCodec(8, 4))
+    store = one_store(PageLayout.sized(form, 4)).each[1]
+    keep = torch.ones(3, 6, dtype=torch.bool)
+    store.append(torch.arange(3), *torch.randn(2, 3, 6, 8), keep)
+    before = store.pool.data.clone()
+    rows = torch.arange(3)
+    tokens = Recoding(store.whole(), rows, rows, torch.zeros(3, dtype=torch.long), keep)
+    with pytest.raises(RuntimeError, match=r"^page \d is read and written; tokens are encoded in"):
+        native.recode(store.whole(), tokens)
+    assert torch.equal(before, store.pool.data)
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2, 1])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.grid(3)
+def test_whole_registers_of_numbers_near_the_middle_of_two_codes(isa, bits, dtype):
+    """Quotients next to half a code, of every divisor, are rounded as a division rounds them."""
+    g = torch.Generator().manual_seed(bits)
+    halves = torch.arange(1, 0x7800).to(torch.int16).view(torch.float16).float()
+    code = torch.randint(0, 2**bits - 1, (len(halves), 62), generator=g) + 0.5
+    step = torch.randint(-2, 3, code.shape, generator=g)
+    near = (code * halves[:, None]).view(torch.int32) + step.int()
+    ends = torch.stack((torch.zeros_like(halves), halves * (2**bits - 1)), 1)
+    x = torch.cat((ends, near.view(torch.float32)), 1)
+    x = x[ends[:, 1] < 32752].to(dtype)[None]
+    form = TokenFormat(IntegerCodec(64, bits), IntegerCodec(64, bits, 16))
+    both = one_store(PageLayout.sized(form, 64), 1)
+    both.do("append", torch.arange(1), x, x, torch.ones(x.shape[:2], dtype=torch.bool))
     both.check()
 
 

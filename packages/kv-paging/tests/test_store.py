@@ -53,6 +53,49 @@ def snapshot(some: TokenStore) -> tuple[list, list, list, int]:
     return some.table.tolist(), some.length.tolist(), some.pool.data.tolist(), some.pool.free
 
 
+def test_stored_tokens_are_encoded_anew_as_if_they_had_been_read() -> None:
+    some, wide = (
+        make(),
+        replace(LAYOUT, format=TokenFormat(*[RawCodec(d, torch.float16) for d in (4, 2)])),
+    )
+    fill(some, 7)
+    rows = torch.tensor([5, 0, 3])
+    marks = torch.rand(3, 9) < 0.5
+    read = some.read(rows, frozenset({"keys", "values"}))
+    found = []
+    for stored_as in (False, True):
+        other = make(PageLayout.sized(wide.format, 3, scores=True, positions=True))
+        if stored_as:
+            (source,) = some.copied(rows)
+            some.pool.data.fill_(255)
+            other.append_stored(rows, source, marks)
+        else:
+            own = (read.key, read.value, marks[:, :7], read.score, read.position)
+            other.append(rows, *own)
+        found.append(snapshot(other))
+    assert found[0] == found[1]
+
+
+def test_stored_tokens_that_do_not_match_are_refused() -> None:
+    some = make()
+    fill(some, 3)
+    (source,) = some.copied(torch.tensor([0, 1]))
+    rows, marks = torch.tensor([0, 1]), torch.ones(2, 3, dtype=torch.bool)
+    before = snapshot(some)
+    with pytest.raises(ValueError, match="the source has 2 rows of 1 heads for 1 table rows"):
+        some.append_stored(rows[:1], source, marks[:1])
+    plain = replace(source, layout=PageLayout.sized(FORMAT, 4))
+    with pytest.raises(ValueError, match="are stored here and not in the source"):
+        some.append_stored(rows, plain, marks)
+    narrow = TokenFormat(RawCodec(3, torch.float32), RawCodec(2, torch.bfloat16))
+    other = replace(source, layout=PageLayout.sized(narrow, 4, scores=True, positions=True))
+    with pytest.raises(ValueError, match=r"keys and values of \(3, 2\) dimensions; \(4, 2\) are"):
+        some.append_stored(rows, other, marks)
+    with pytest.raises(ValueError, match="a row is named twice or does not exist"):
+        some.copied(torch.tensor([0, 0]))
+    assert snapshot(some) == before
+
+
 def test_table_rows_are_numbered_layer_by_layer() -> None:
     some = make()
     assert some.table_rows().tolist() == list(range(8))

@@ -6,7 +6,9 @@ from kv_attention.inputs import AttentionInputs
 from kv_policy.described import NUMBERS, described
 
 
-def refused(inputs: AttentionInputs, most_key: int, most_value: int) -> str | None:
+def refused(
+    inputs: AttentionInputs, most_key: int, most_value: int, *, blocks: bool = False
+) -> str | None:
     """Return why compiled kernels do not support a pass; None if they do.
 
     The reason is the dtype, the dimensions or the codec.
@@ -15,6 +17,7 @@ def refused(inputs: AttentionInputs, most_key: int, most_value: int) -> str | No
         inputs: the pass.
         most_key: the maximum dimension of keys that the kernels support.
         most_value: that of values.
+        blocks: whether they support formats that encode several tokens together.
     """
     q = inputs.q
     if q.dtype not in NUMBERS:
@@ -27,7 +30,7 @@ def refused(inputs: AttentionInputs, most_key: int, most_value: int) -> str | No
     if q.shape[4] > most_key or inputs.value_dim > most_value:
         return f"keys of more than {most_key} dimensions, or values of more than {most_value}"
     for part in inputs.pages:
-        reason = described(part.layout).declined
+        reason = described(part.layout, blocks=blocks).declined
         if reason is not None:
             return reason
     if any(x.dtype not in NUMBERS for tokens in inputs.dense for x in (tokens.key, tokens.value)):

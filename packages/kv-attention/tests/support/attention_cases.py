@@ -79,6 +79,80 @@ class Integers:
 
 
 @dataclass(frozen=True)
+class Channels:
+    """Asymmetric integers of blocks of tokens, each dimension of a block with its own scale."""
+
+    dim: int
+    bits: int
+    block: int
+
+    @property
+    def layout(self) -> BitLayout:
+        return BitLayout(self.dim, self.bits, 1, self.block)
+
+    @property
+    def parts(self) -> tuple[int, int]:
+        return self.layout.parts
+
+    def encode(self, x: Tensor) -> Tensor:
+        x, top = x.double(), 2**self.bits - 1
+        zero = x.amin(1).half()
+        scale = ((x.amax(1) - zero) / top).clamp(min=1e-4).half()
+        codes = ((x - zero[:, None]) / scale[:, None]).round().clamp(0, top).to(torch.uint8)
+        data = torch.zeros(*x.shape[:2], self.layout.stride, dtype=torch.uint8)
+        for d in range(self.dim):
+            byte, bit = self.layout.place(d)
+            data[:, :, byte] |= codes[:, :, d] << bit
+        numbers = torch.stack((scale, zero), 1).view(torch.uint8)
+        return torch.cat([data.flatten(1), numbers.flatten(1)], dim=1)
+
+    def decode(self, data: Tensor) -> Tensor:
+        split = self.parts[0]
+        scale, zero = aligned(data[:, split:]).view(torch.float16).double().chunk(2, dim=1)
+        codes = data[:, :split].reshape(len(data), self.block, self.layout.stride)
+        places = [self.layout.place(d) for d in range(self.dim)]
+        each = [codes[:, :, byte] >> bit & 2**self.bits - 1 for byte, bit in places]
+        return torch.stack(each, 2).double() * scale[:, None] + zero[:, None]
+
+    def bound(self, x: Tensor) -> Tensor:
+        return torch.full_like(x, torch.inf)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Blocks of tokens that are encoded one by one: the codes of all, then their scales."""
+
+    each: Integers
+    block: int
+
+    @property
+    def dim(self) -> int:
+        return self.each.dim
+
+    @property
+    def layout(self) -> BitLayout:
+        return self.each.layout
+
+    @property
+    def parts(self) -> tuple[int, int]:
+        codes, numbers = self.each.parts
+        return self.block * codes, self.block * numbers
+
+    def encode(self, x: Tensor) -> Tensor:
+        rows = self.each.encode(x.flatten(0, 1)[:, None])
+        parts = rows.split(list(self.each.parts), dim=1)
+        return torch.cat([part.reshape(len(x), -1) for part in parts], dim=1)
+
+    def decode(self, data: Tensor) -> Tensor:
+        parts = data.split(list(self.parts), dim=1)
+        rows = [part.reshape(len(data) * self.block, -1) for part in parts]
+        return self.each.decode(torch.cat(rows, dim=1)).view(len(data), self.block, self.dim)
+
+    def bound(self, x: Tensor) -> Tensor:
+        return torch.full_like(x, torch.inf)
+
+
+@dataclass(frozen=True)
 class Shared:
     """Blocks of tokens that share their mean: two parts, and no BitLayout."""
 
@@ -105,7 +179,15 @@ class Shared:
 
 
 def codec(name: str, dim: int, group: int, block: int) -> Codec:
-    """Return a codec: `8`, `4`, `2` or `1` for integers, `shared`, or the name of a dtype."""
+    """Return a codec: `8`, `4`, `2` or `1` for integers, `shared`, or the name of a dtype.
+
+    Integers of blocks are `4c` with scales per channel, `4r` with those of `4`.
+    """
+    if name[:-1].isdigit():
+        bits = int(name[:-1])
+        if name.endswith("c"):
+            return Channels(dim, bits, block)
+        return Rows(Integers(dim, bits, group), block)
     if name.isdigit():
         return Integers(dim, int(name), group)
     return Shared(dim, block) if name == "shared" else RawCodec(dim, getattr(torch, name))

@@ -27,7 +27,7 @@ def refused(inputs: AttentionInputs) -> str | None:
     for tokens in inputs.dense:
         if any(x.stride(-1) != 1 and x.shape[-1] != 1 for x in (tokens.key, tokens.value)):
             return "dense tokens whose numbers are not consecutive"
-    return compiled.refused(inputs, MOST_DIM, MOST_DIM)
+    return compiled.refused(inputs, MOST_DIM, MOST_DIM, blocks=True)
 
 
 def softmax(inputs: AttentionInputs, *, sinks: bool = True) -> tuple[float, list[Tensor]]:
@@ -111,9 +111,10 @@ def numbers_of_pages(
         placed: whether the positions of its tokens are given.
         width: how many slots are observed.
     """
-    pages = described(layout)
+    pages = described(layout, blocks=True)
     at = pages.positions if holes else -1
-    return [1, width, *pages.formats, int(placed), *pages.places, at, int(reverse)]
+    numbers = [1, width, *pages.formats, int(placed), *pages.places, at, int(reverse)]
+    return [*numbers, *pages.share]
 
 
 def _dense_tensors(tokens: DenseTokens) -> list[Tensor]:
@@ -127,7 +128,7 @@ def _dense_numbers(tokens: DenseTokens) -> list[int]:
         for x in (tokens.key, tokens.value)
         for number in (NUMBERS[x.dtype], x.shape[-1], 0, 1)
     ]
-    return [0, tokens.key.shape[2], *formats, 1, *[0] * 7]
+    return [0, tokens.key.shape[2], *formats, 1, *[0] * 7, 1, 1]
 
 
 def _watch(what: Observe) -> list[int]:

@@ -13,7 +13,15 @@ from torch import Tensor
 
 from kv_cpu.arguments import MOST_DIM
 from kv_cpu.library import chosen, missing
-from kv_paging import DecodeStep, PagePool, Stored, TokenWrite, VectorNames, torch_kernels
+from kv_paging import (
+    DecodeStep,
+    PagePool,
+    Recoding,
+    Stored,
+    TokenWrite,
+    VectorNames,
+    torch_kernels,
+)
 from kv_policy import PagedTokens, PageLayout, Running, RunningSum
 from kv_policy.described import NUMBERS, described
 
@@ -25,6 +33,7 @@ __all__ = [
     "missing",
     "place",
     "read",
+    "recode",
     "rescore",
     "step",
     "weakest",
@@ -58,6 +67,23 @@ def write(pages: PagedTokens, tokens: TokenWrite) -> None:
         _rows(tokens.key),
         _rows(tokens.value),
         [*_scores(tokens.score), *_positions(tokens.position)],
+        chosen(),
+    )
+
+
+def recode(pages: PagedTokens, tokens: Recoding) -> None:
+    """Encode stored tokens in another format, a few at a time, without a tensor of their numbers.
+
+    Raises:
+        RuntimeError: a table names a missing page; nothing was written.
+    """
+    torch.ops.kv_cpu.page_recode(
+        *_tier(pages),
+        tokens.table_rows.contiguous(),
+        tokens.start.contiguous(),
+        tokens.keep.contiguous(),
+        *_tier(tokens.source),
+        tokens.source_rows.contiguous(),
         chosen(),
     )
 
@@ -124,17 +150,21 @@ def read(
     vectors: VectorNames,
     start: Int[Tensor, " S"] | None = None,
 ) -> Stored:
-    """Read tokens; torch reads those that are not the first.
+    """Read tokens.
 
     Raises:
         RuntimeError: a table names a missing page.
     """
-    if start is not None:
-        return torch_kernels.read(pages, table_rows, slots, vectors, start)
     layout, wanted = pages.layout, ("keys" in vectors, "values" in vectors)
     found = iter(
         torch.ops.kv_cpu.page_read(
-            *_tier(pages), pages.length[:, 0], table_rows.contiguous(), slots, *wanted, chosen()
+            *_tier(pages),
+            pages.length[:, 0],
+            table_rows.contiguous(),
+            torch.zeros_like(table_rows) if start is None else start.contiguous(),
+            slots,
+            *wanted,
+            chosen(),
         )
     )
     there = (True, layout.scores, layout.positions, *wanted)

@@ -123,6 +123,7 @@ class Maker:
             "page_rescore": self.page_rescore,
             "page_accumulate": self.page_accumulate,
             "page_write": self.page_write,
+            "page_recode": self.page_recode,
             "page_compact": self.page_compact,
             "page_copy": self.page_copy,
             "page_step": self.page_step,
@@ -210,17 +211,22 @@ class Maker:
             value = self.normal(*sizes, value_dim, dtype=DTYPES[kinds[1]])
             place = self.integers(-1, 40, sequences, width)
             formats = [kinds[0], dim, 0, 1, kinds[1], value_dim, 0, 1]
-            return [key, value, place, place], [0, width, *formats, 1, *[0] * 7]
+            return [key, value, place, place], [0, width, *formats, 1, *[0] * 7, 1, 1]
         holes = self.random.random() < 0.3
         formats = [self.format(dim), self.format(value_dim)]
         tokens, columns = self.random.randint(1, 5), self.random.randint(0, 4)
+        share = [1, 1]
+        if self.random.random() < 0.3:  # blocks of tokens with the same scales
+            tokens = self.random.choice([2, 4, 6])
+            share = [self.random.choice([1, 2, tokens]) if not form[0] else 1 for form in formats]
+            formats[0][3] = 1 if self.random.random() < 0.7 else formats[0][3]
         data, places = self.pages(tokens, formats, int(holes))
         table = self.integers(0, 6, sequences, heads, columns, dtype=self.either())
         length = self.integers(0, tokens * columns + 1, sequences, heads, dtype=self.either())
         width = tokens * columns if watched else 0
         place = self.integers(0, 30, sequences, heads, width + self.random.randint(0, 2))
         numbers = [1, width, *formats[0], *formats[1], 1, tokens, *places[:4]]
-        numbers += [places[4] if holes else -1, self.random.randint(0, 1)]
+        numbers += [places[4] if holes else -1, self.random.randint(0, 1), *share]
         return [data, table, length, place], numbers
 
     def scored(self, q: Tensor, value_dim: int) -> tuple[list[Tensor], list[int], list[int]]:
@@ -241,7 +247,7 @@ class Maker:
             place = self.integers(-1, 30, *q.shape[:2], width + self.random.randint(0, 2))
             holes, given = self.random.random() < 0.3, self.random.random() < 0.5
             numbers += [1, width, *formats[0], *formats[1], 1, tokens, *places[:4]]
-            numbers += [position if holes else -1, self.random.randint(0, 1)]
+            numbers += [position if holes else -1, self.random.randint(0, 1), 1, 1]
             tensors += [data, table, length, place]
             running += [score, -1 if given else position]
         return tensors, numbers, running
@@ -326,7 +332,7 @@ class Maker:
     def prompt(self) -> list[Arg]:
         length = self.random.choice([1, 2, 9, 30])
         q, position, tensors, parts, value_dim = self.pass_over(length, False)
-        paged = [parts[i] for i in range(0, len(parts), 18)]
+        paged = [parts[i] for i in range(0, len(parts), 20)]
         first = paged.index(1) if 1 in paged else len(paged)
         scored = self.random.randint(0, first)  # parts before the first paged one
         isa = self.random.choice(self.isas)
@@ -354,7 +360,9 @@ class Maker:
         slots = self.random.randint(0, numbers[0] * table.shape[1])
         keys, values = self.random.random() < 0.5, self.random.random() < 0.5
         isa = self.random.choice(self.isas)
-        return [data, table, numbers, length, self.table_rows(3), slots, keys, values, isa]
+        table_rows = self.table_rows(3)
+        start = self.integers(0, slots + 2, len(table_rows), dtype=self.either())
+        return [data, table, numbers, length, table_rows, start, slots, keys, values, isa]
 
     def page_weakest(self) -> list[Arg]:
         data, table, numbers, length = self.tier(3, (True, True))
@@ -393,6 +401,26 @@ class Maker:
             beside.append(self.integers(0, 99, len(table_rows), columns, dtype=self.either()))
         isa = self.random.choice(self.isas)
         return [data, table, numbers, table_rows, start, keep, key, value, beside, isa]
+
+    def page_recode(self) -> list[Arg]:
+        more, dims = (self.random.random() < 0.5, self.random.random() < 0.5), (self.dim(),) * 2
+        data, table, numbers, _ = self.tier(3, more, dims)
+        other, source_table, source, _ = self.tier(2, (True, True), dims)
+        table = torch.arange(6).view(3, 2)[:, :1].contiguous().to(table.dtype)  # one page each
+        if self.random.random() < 0.4:  # both tiers in one pool, in pages of their own
+            size = max(data.shape[1], other.shape[1])
+            whole = self.integers(0, 256, 12, size, dtype=torch.uint8)
+            whole[:6, : data.shape[1]], whole[6:, : other.shape[1]] = data, other
+            data = other = whole
+            source_table = source_table + 6
+        table_rows = self.table_rows(3)
+        room = min(numbers[0], source[0] * source_table.shape[1])
+        columns = self.random.randint(0, room)
+        start = self.integers(0, numbers[0] - columns + 1, len(table_rows), dtype=self.either())
+        keep = self.integers(0, 2, len(table_rows), columns).bool()
+        rows = self.integers(0, 2, len(table_rows), dtype=self.either())
+        target = [data, table, numbers, table_rows, start, keep]
+        return [*target, other, source_table, source, rows, self.random.choice(self.isas)]
 
     def page_compact(self) -> list[Arg]:
         data, table, numbers, _ = self.tier(3, (self.random.random() < 0.5, False))

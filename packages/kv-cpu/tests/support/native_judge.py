@@ -20,6 +20,7 @@ DTYPES: Final = {number: dtype for dtype, number in NUMBERS.items()}
 SIZES: Final = {1: 4, 2: 2, 3: 2}
 EXACT: Final = 0.0
 NEAR: Final = 3e-3  # for all instruction sets; other tests check the tolerance of each
+NUMBERS_OF_PART: Final = 20
 MOST: Final = 4096  # slots and dimensions: bounds the memory of the reference
 LARGE: Final = 64.0  # numbers above this have a rounding error of more than `NEAR`
 
@@ -72,8 +73,8 @@ def span(page: Tensor, offset: int, row: int, width: int) -> Tensor:
     return page[first : first + width]
 
 
-def vector(page: Tensor, place: Sequence[int], form: Format, row: int) -> Tensor:
-    meta = span(page, place[1], row, 4 * form.groups) if form.groups else page[:0]
+def vector(page: Tensor, place: Sequence[int], form: Format, row: int, share: int = 1) -> Tensor:
+    meta = span(page, place[1], row // share, 4 * form.groups) if form.groups else page[:0]
     return form.decode(span(page, place[0], row, form.bytes), meta)
 
 
@@ -102,7 +103,8 @@ def held(tensors: Sequence[Tensor], numbers: Sequence[int], b: int, h: int) -> H
         )
         return Held(list(range(width)), x, y, place, False)
     data, table, length, place = tensors
-    tokens, *places, position, reverse = rest[9:]
+    tokens, *places, position, reverse = rest[9:16]
+    share = rest[16:18]
     row = table[b, h].flip(0) if reverse else table[b, h]
     slots, keys, values = [], [], []
     for slot in range(int(length[b, h])):
@@ -112,8 +114,8 @@ def held(tensors: Sequence[Tensor], numbers: Sequence[int], b: int, h: int) -> H
         if position >= 0 and int(span(page, position, inside, 4).clone().view(torch.int32)) < 0:
             continue
         slots.append(slot)
-        keys.append(vector(page, places[:2], key, inside))
-        values.append(vector(page, places[2:], value, inside))
+        keys.append(vector(page, places[:2], key, inside, share[0]))
+        values.append(vector(page, places[2:], value, inside, share[1]))
     where = torch.full((len(slots),), -1)
     if rest[8] and width:
         where = place[b, h][torch.tensor(slots, dtype=torch.long)]
@@ -150,14 +152,14 @@ def unknown(x: Tensor, near: float) -> Bounds:
 
 
 def parts_of(tensors: Sequence[Tensor], numbers: Sequence[int]) -> list[tuple[list, list]]:
-    count = len(numbers) // 18
-    if len(numbers) != 18 * count or len(tensors) != 4 * count:
+    count = len(numbers) // NUMBERS_OF_PART
+    if len(numbers) != NUMBERS_OF_PART * count or len(tensors) != 4 * count:
         raise IndexError("parts")
-    pieces = zip(range(count), range(count), strict=True)
-    return [
-        (tensors[4 * i : 4 * i + (4 if numbers[18 * i] else 3)], numbers[18 * j : 18 * j + 18])
-        for i, j in pieces
-    ]
+    each = [numbers[i * NUMBERS_OF_PART :][:NUMBERS_OF_PART] for i in range(count)]
+    for paged, *_, tokens, _, _, _, _, _, _, key, value in each:
+        if min(key, value) < 1 or (paged and (tokens % key or tokens % value)):
+            raise IndexError("tokens that share scales")
+    return [(tensors[4 * i : 4 * i + (4 if part[0] else 3)], part) for i, part in enumerate(each)]
 
 
 def attention(q, position, tensors, numbers, value_dim, scale, softcap=0.0, sinks=()):
@@ -204,7 +206,7 @@ def attention(q, position, tensors, numbers, value_dim, scale, softcap=0.0, sink
 def observed(q, position, lse, table_rows, numbers, watches, above, last):
     """Return bounds of the sums of each part, and of the counts."""
     sequences, heads, group, _, _ = q.shape
-    widths = [at(range(MOST), numbers[i + 1]) for i in range(0, len(numbers), 18)]
+    widths = [at(range(MOST), numbers[i + 1]) for i in range(0, len(numbers), NUMBERS_OF_PART)]
     described, rest = [], list(watches)
     for share in above:
         how, skip, count = rest[:3]
@@ -301,7 +303,7 @@ def decode_rows(
     kinds = [(NUMBERS[x.dtype], x.shape[-1], 0, 1) for x in new]
     by_head = q[rows].unflatten(1, (heads, -1)).unsqueeze(3)
     parts = [*tensors, *new, position, position]
-    described = [*numbers, 0, 1, *kinds[0], *kinds[1], 1, *[0] * 7]
+    described = [*numbers, 0, 1, *kinds[0], *kinds[1], 1, *[0] * 7, 1, 1]
     given = (by_head, position, parts, described, value.shape[-1], scale, softcap, sinks)
     found, lse, table_rows = attention(*given)
     whole = out.double()
@@ -318,7 +320,7 @@ def decode_rows(
     if len(bounds) != len(running) or len(watches) != 4 or watches[1] > 1:
         raise IndexError("running")
     for i in range(len(running) // 2 - 1):
-        of = tensors[4 * i : 4 * i + 4], numbers[18 * i : 18 * i + 18], running[2 * i + 2 :][:2]
+        of = tensors[4 * i : 4 * i + 4], numbers[20 * i : 20 * i + 20], running[2 * i + 2 :][:2]
         renew(*of, position, bounds[2 * i].low[0], *running[:2])
     return result + bounds[-2:]
 
@@ -350,7 +352,7 @@ def settle_scores(args, copies) -> None:
     """Set updated scores that are near those of the reference, or unknown, to these."""
     tensors, numbers, running = args[6], args[7], args[10]
     for i in range(len(running) // 2 - 1):
-        mine, theirs, tokens = tensors[4 * i], copies[6][4 * i], numbers[18 * i + 11]
+        mine, theirs, tokens = tensors[4 * i], copies[6][4 * i], numbers[20 * i + 11]
         at = slice(running[2 * i + 2], running[2 * i + 2] + 4 * tokens)
         x, y = (each[:, at].clone().view(torch.float32) for each in (mine, theirs))
         near = (x - y).abs() <= NEAR * (1 + y.abs())
@@ -364,7 +366,8 @@ def prompt(q, position, tensors, numbers, scored, value_dim, scale, softcap, sin
     # Products in bfloat16 round weights.
     values = max([_largest(x) for x in tensors if x.is_floating_point() and x.numel()] + [4])
     found = [unknown(out, near * values), Bounds(lse, lse, near * 4)]
-    paged, widths = ([at(numbers, i + k) for i in range(0, len(numbers), 18)] for k in (0, 1))
+    starts = range(0, len(numbers), NUMBERS_OF_PART)
+    paged, widths = ([at(numbers, i + k) for i in starts] for k in (0, 1))
     for i in range(scored if scored >= 0 else MOST):
         if at(paged, i):
             raise IndexError(f"part {i} is paged")
@@ -501,10 +504,14 @@ def lengths(tier: Tier, length: Tensor, table_rows: Tensor, slots: int) -> list[
     return [min(x, slots) for x in found]
 
 
-def page_read(data, table, numbers, length, table_rows, slots, keys, values, isa):
+def page_read(data, table, numbers, length, table_rows, start, slots, keys, values, isa):
     tier = Tier(data, table, numbers)
     at(range(MOST), slots)
-    held = lengths(tier, length, table_rows, slots)
+    every = lengths(tier, length, table_rows, 2**62)
+    first = [at(start, i) for i in range(len(every))]
+    if any(not 0 <= each < 2**31 for each in first):
+        raise IndexError("start")
+    held = [max(0, min(all_of - each, slots)) for all_of, each in zip(every, first, strict=True)]
     count = len(held)
     found = [torch.zeros(count, slots).double()]
     extra: list[tuple[int, Tensor, torch.dtype]] = []
@@ -521,9 +528,9 @@ def page_read(data, table, numbers, length, table_rows, slots, keys, values, isa
         for slot in range(held[i]):
             found[0][i, slot] = 1
             for offset, to, dtype in extra:
-                to[i, slot] = tier.number(table_row, slot, offset, dtype).double()
+                to[i, slot] = tier.number(table_row, first[i] + slot, offset, dtype).double()
             for which, to in read:
-                to[i, slot] = tier.read(table_row, slot, which)
+                to[i, slot] = tier.read(table_row, first[i] + slot, which)
     found += [to for _, to, _ in extra]
     return [exactly(x) for x in found] + [Bounds(x, x, 1e-5) for _, x in read]
 
@@ -589,6 +596,31 @@ def page_write(data, table, numbers, table_rows, start, keep, key, value, beside
             own = (None if x is None else x[i, token] for x in (score, position))
             tier.write(int(table_rows[i]), slot, vectors, *own)
             slot += 1
+    return []
+
+
+def page_recode(
+    data, table, numbers, table_rows, start, keep, other, source_table, source_numbers, rows, isa
+):
+    tier, source = Tier(data, table, numbers), Tier(other, source_table, source_numbers)
+    tokens = []
+    for i in range(len(keep)):
+        row = int(rows[i])
+        for count, slot in enumerate(keep[i].nonzero()[:, 0].tolist()):
+            vectors = []
+            for which in (0, 1):
+                x, number = source.read(row, slot, which), source.formats[which].number
+                vectors.append(x.to(DTYPES[number] if number else torch.float32))
+            beside = [
+                source.number(row, slot, where, dtype) if own >= 0 else None
+                for own, where, dtype in (
+                    (tier.score, source.score, torch.float32),
+                    (tier.position, source.position, torch.int32),
+                )
+            ]
+            tokens.append((int(table_rows[i]), at(start, i) + count, vectors, *beside))
+    for token in tokens:
+        tier.write(*token)
     return []
 
 

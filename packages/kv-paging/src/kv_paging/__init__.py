@@ -25,11 +25,12 @@ from kv_paging.saved import SavedRows, restore_rows, saved_rows
 from kv_paging.store import TokenStore, read_slots, write_slots
 from kv_paging.tiers import Tiers
 from kv_paging.tokens import BOTH, NONE, Stored, VectorNames
-from kv_paging.work import DecodeStep, NewTokens, Placement, TokenWrite
+from kv_paging.work import CopiedRows, DecodeStep, NewTokens, Placement, Recoding, TokenWrite
 
 __all__ = [
     "BOTH",
     "NONE",
+    "CopiedRows",
     "DecodeStep",
     "NewTokens",
     "PageKernels",
@@ -39,6 +40,7 @@ __all__ = [
     "Placement",
     "PoolExhausted",
     "RankGroups",
+    "Recoding",
     "SavedRows",
     "Stored",
     "Tiers",

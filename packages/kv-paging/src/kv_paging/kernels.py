@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kv_paging.pool import PagePool
 from kv_paging.tokens import Stored, VectorNames
-from kv_paging.work import DecodeStep, TokenWrite
+from kv_paging.work import DecodeStep, Recoding, TokenWrite
 from kv_policy import Backend, PagedTokens, PageLayout, Running, installed_backends
 
 
@@ -33,6 +33,13 @@ class PageKernels(Protocol):
         The table has pages for all of them; if a format encodes several tokens together, they fill
         whole blocks. If a codec raises, slots before `start` are unchanged; with one token per
         table row, all slots are unchanged.
+        """
+        ...
+
+    def recode(self, pages: PagedTokens, tokens: Recoding) -> None:
+        """Encode stored tokens in the format of these pages, with their scores and positions.
+
+        The result is that of `read` and `write`; if a codec raises, as there.
         """
         ...
 

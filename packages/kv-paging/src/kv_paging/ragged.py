@@ -18,7 +18,7 @@ from kv_paging.step import pages_needed
 from kv_paging.store import TokenStore
 from kv_paging.tiers import Tiers
 from kv_paging.turns import reserve_step, step_in_turn
-from kv_paging.work import DecodeStep, NewTokens, Placement
+from kv_paging.work import CopiedRows, DecodeStep, NewTokens, Placement
 from kv_policy import PageLayout, TokenFormat
 
 
@@ -126,10 +126,7 @@ class PerHeadRankTiers(Sequences):
         expect_shape("key", key, *keep.shape, max(form.key.dim for form in forms))
         expect_shape("value", value, *keep.shape, max(form.value.dim for form in forms))
         split = self.kinds.split(table_rows)
-        if not self.pool.grows:
-            more = self.kinds.all_table_rows(table_rows, keep.sum(1))
-            needed = [t.pages_for_more(tier, m) for t, m in zip(self.each, more, strict=True)]
-            self.pool.reserve(int(torch.stack(needed).sum()))
+        self._reserve(tier, table_rows, keep)
         for tiers, form, (place, own) in zip(self.each, forms, split, strict=True):
             if len(own):
                 tiers.append(
@@ -141,6 +138,38 @@ class PerHeadRankTiers(Sequences):
                     None if score is None else score[place],
                     None if position is None else position[place],
                 )
+
+    def append_stored(
+        self,
+        tier: int,
+        table_rows: Int[Tensor, " S"],
+        source: CopiedRows,
+        keep: Bool[Tensor, "S L"],
+    ) -> None:
+        """Encode stored tokens in a tier's format and append them, as `Tiers.append_stored`.
+
+        Raises:
+            PoolExhausted: the pool has too few pages and may not grow; nothing has changed.
+            ValueError: shapes do not match, or the source has other kinds of heads, other
+                dimensions, or no scores or positions.
+        """
+        expect_some(self.parts)
+        expect_shape("keep", keep, len(table_rows), None)
+        split = self.kinds.split(table_rows)
+        if [part is not None for part in source] != [len(own) > 0 for _, own in split]:
+            raise ValueError("the source has other kinds of heads than the table rows")
+        self._reserve(tier, table_rows, keep)
+        for tiers, part, (place, own) in zip(self.each, source, split, strict=True):
+            if part is not None:
+                tiers.append_stored(tier, own, (part,), keep[place])
+
+    def _reserve(self, tier: int, table_rows: Tensor, keep: Tensor) -> None:
+        """Reserve the pages for the marked tokens, if the pool may have too few."""
+        if self.pool.grows:
+            return
+        more = self.kinds.all_table_rows(table_rows, keep.sum(1))
+        needed = [t.pages_for_more(tier, m) for t, m in zip(self.each, more, strict=True)]
+        self.pool.reserve(int(torch.stack(needed).sum()))
 
     def select(
         self, source: Int[Tensor, " B2"], also: Sequence[HeadPages] = (), *, share: bool = False

@@ -11,6 +11,7 @@ from kv_paging.checks import expect_shape
 from kv_paging.rank_groups import RankGroups
 from kv_paging.store import TokenStore
 from kv_paging.tokens import NONE, Stored, VectorNames
+from kv_paging.work import CopiedRows
 from kv_policy import PagedTokens, Running
 
 
@@ -75,6 +76,14 @@ class PerHeadRankStore:
         ]
         longest = max((read.held.shape[1] for _, read in found), default=0)
         return _joined(found, len(table_rows), longest, self._dims)
+
+    def copied(self, table_rows: Int[Tensor, " S"]) -> CopiedRows:
+        """Return the tokens in table rows as they are stored, by kind of heads, as TokenStore."""
+        split = self._kinds.split(table_rows)
+        return tuple(
+            member.copied(own)[0] if len(own) else None
+            for member, (_, own) in zip(self.members, split, strict=True)
+        )
 
     def set_layer_scores(self, layer: int, score: Float[Tensor, "S L"]) -> None:
         """Set the scores of a layer's tokens, slot by slot as in `read_layer`.

@@ -4,11 +4,14 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kv_paging import torch_kernels
 from kv_paging.blocks import BlockStore
 from kv_paging.checks import expect_shape
-from kv_paging.store import TokenStore
+from kv_paging.store import TokenStore, held_of
 from kv_paging.table import pages_for
 from kv_paging.tokens import BOTH, Stored
+from kv_paging.work import Recoding
+from kv_policy import PagedTokens
 
 
 class ResidualTier:
@@ -61,6 +64,22 @@ class ResidualTier:
         rest = every & ~goes
         rest[:, : old.held.shape[1]] &= drains
         self.waiting.append(table_rows, tokens[0], tokens[1], rest, tokens[2], tokens[3])
+
+    def append_stored(
+        self, table_rows: Int[Tensor, " S"], source: PagedTokens, keep: Bool[Tensor, "S L"]
+    ) -> None:
+        """Decode stored tokens and append them, as TokenStore.
+
+        Raises:
+            PoolExhausted: the pool has too few pages and may not grow; nothing has changed.
+            ValueError: shapes do not match, or the source has other dimensions, or lacks scores or
+                positions.
+        """
+        self.waiting.expect_source(source, len(table_rows))
+        rows = torch.arange(len(table_rows), device=table_rows.device)
+        tokens = Recoding(source, rows, table_rows, rows, held_of(source, keep))
+        new = torch_kernels.decoded(tokens, self.waiting.layout, torch_kernels.read)
+        self.append(table_rows, new.key, new.value, new.keep, new.score, new.position)
 
     def weakest_all(
         self, until: Int[Tensor, " S"] | None = None

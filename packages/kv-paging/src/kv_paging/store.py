@@ -1,5 +1,6 @@
 """One tier of a cache: tokens of one format in pages, with scores and positions."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -9,10 +10,12 @@ from torch import Tensor
 from kv_paging import torch_kernels
 from kv_paging.checks import expect_cover, expect_field, expect_shape
 from kv_paging.head_pages import HeadPages, select_all
+from kv_paging.kernels import select_page_kernels, shared
 from kv_paging.moves import Segment, move, take
+from kv_paging.table import pages_for, spread
 from kv_paging.tokens import BOTH, NONE, Stored, VectorNames, read_tokens, write_tokens
 from kv_paging.torch_kernels import before
-from kv_paging.work import TokenWrite
+from kv_paging.work import CopiedRows, Recoding, TokenWrite
 from kv_policy import PagedTokens, Running, TileCounts
 
 
@@ -191,6 +194,63 @@ class TokenStore(HeadPages):
         """
         expect_shape("keep", keep, table_rows.shape[0], None)
         self.expect_tokens(key, value, score, position, *keep.shape)
+
+        def write(table_rows: Tensor, start: Tensor) -> None:
+            tokens = TokenWrite(table_rows, start, keep, key, value, score, position)
+            self.kernels.write(self.whole(), tokens)
+
+        self._append(table_rows, keep, write)
+
+    def append_stored(
+        self, table_rows: Int[Tensor, " S"], source: PagedTokens, keep: Bool[Tensor, "S L"]
+    ) -> None:
+        """Encode stored tokens anew and append them, with their scores and positions, as `append`.
+
+        Args:
+            table_rows: the table rows.
+            source: for each of them a row of tokens in other pages, such as one of `copied`.
+            keep: the slots of the source whose tokens are appended; those past the end are not.
+
+        Raises:
+            PoolExhausted: the pool has too few pages and may not grow.
+            ValueError: shapes do not match, the source has other dimensions or lacks scores or
+                positions, or as `append`.
+        """
+        self.expect_source(source, table_rows.shape[0])
+        keep = held_of(source, keep)
+
+        def write(table_rows: Tensor, start: Tensor) -> None:
+            rows = torch.arange(len(table_rows), device=self.pool.device)
+            tokens = Recoding(source, rows, table_rows, start, keep)
+            own = select_page_kernels(source.layout, self.pool.device, self.pool.kernels)
+            shared([self.kernels, own]).recode(self.whole(), tokens)
+
+        self._append(table_rows, keep, write)
+
+    def copied(self, table_rows: Int[Tensor, " S"]) -> CopiedRows:
+        """Return the tokens in table rows as they are stored, in memory outside of the pool.
+
+        A row has one head in the result, as `PageKernels` read it.
+        """
+        table_rows, length, wrong = self._named(table_rows)
+        count = self._pages_for(length)
+        total, longest = self._agree(wrong, count.sum(), most(length))
+        row, column = spread(torch.zeros_like(count), count, total)
+        pages = self._table.lookup(table_rows[row], column).long()
+        last = pages.new_full((1,), self.pool.capacity)  # the scratch page
+        data = self.pool.padded.index_select(0, torch.cat((pages, last)))
+        table = length.new_zeros(len(length), pages_for(longest, self.layout.tokens))
+        table[row, column] = torch.arange(total, device=data.device)
+        rows = replace(self.whole(), data=data, table=table[:, None], length=length[:, None])
+        return (replace(rows, reverse=False, longest=longest),)
+
+    def _append(
+        self,
+        table_rows: Tensor,
+        keep: Tensor,
+        write: Callable[[Tensor, Tensor], None],
+    ) -> None:
+        """Append the tokens that `write` writes to table rows from a first slot on."""
         if keep.numel() == 0:
             return
         block = self.layout.format.block
@@ -212,8 +272,7 @@ class TokenStore(HeadPages):
         pages = self.pool.allocate(total)
         try:
             self._enter(table_rows, held, needed - held, pages, columns)
-            tokens = TokenWrite(table_rows, length, keep, key, value, score, position)
-            self.kernels.write(self.whole(), tokens)
+            write(table_rows, length)
         except BaseException:
             self.pool.release(pages)
             raise
@@ -314,6 +373,29 @@ class TokenStore(HeadPages):
         expect_shape("value", value, *shape, self.layout.format.value.dim)
         expect_field("score", score, self.layout.scores, *shape)
         expect_field("position", position, self.layout.positions, *shape)
+
+    def expect_source(self, source: PagedTokens, table_rows: int) -> None:
+        """Raise if stored tokens do not match the layout.
+
+        Raises:
+            ValueError: other numbers of rows, dimensions that differ, or scores or positions that
+                are stored only here.
+        """
+        mine, other = self.layout, source.layout
+        if source.table.shape[:2] != (table_rows, 1):
+            raise ValueError(
+                f"the source has {source.table.shape[0]} rows of {source.table.shape[1]} heads for "
+                f"{table_rows} table rows; give one row of one head for each"
+            )
+        dims, others = ((each.format.key.dim, each.format.value.dim) for each in (mine, other))
+        if dims != others:
+            raise ValueError(
+                f"the source has keys and values of {others} dimensions; {dims} are stored here"
+            )
+        if (mine.scores and not other.scores) or (mine.positions and not other.positions):
+            raise ValueError(
+                "scores or positions are stored here and not in the source; use a source with both"
+            )
 
     def _view(
         self,
@@ -462,6 +544,17 @@ def write_slots(
         None if score is None else score.flatten(),
         None if position is None else position.flatten(),
     )
+
+
+def held_of(source: PagedTokens, keep: Bool[Tensor, "S L"]) -> Bool[Tensor, "S slots"]:
+    """Return the marks of slots before the ends of rows, in the columns that their table covers.
+
+    Raises:
+        ValueError: there is not one row of marks for each of the source.
+    """
+    expect_shape("keep", keep, source.table.shape[0], None)
+    keep = keep[:, : source.table.shape[2] * source.layout.tokens]
+    return keep & before(source.length[:, 0], keep.shape[1])
 
 
 def _at(slot: Int[Tensor, " S"], slots: int) -> Bool[Tensor, "S slots"]:

@@ -18,7 +18,7 @@ from kv_paging.sequences import Sequences
 from kv_paging.step import pages_needed
 from kv_paging.store import TokenStore
 from kv_paging.turns import step_in_turn
-from kv_paging.work import DecodeStep, NewTokens, Placement
+from kv_paging.work import CopiedRows, DecodeStep, NewTokens, Placement
 from kv_policy import PagedTokens, PageLayout, TokenFormat
 
 
@@ -156,6 +156,31 @@ class Tiers(Sequences):
         """
         expect_some(self.stores)
         self._members[tier].append(table_rows, key, value, keep, score, position)
+
+    def append_stored(
+        self,
+        tier: int,
+        table_rows: Int[Tensor, " S"],
+        source: CopiedRows,
+        keep: Bool[Tensor, "S L"],
+    ) -> None:
+        """Encode stored tokens in a tier's format and append them, with scores and positions.
+
+        Args:
+            tier: the tier.
+            table_rows: the table rows.
+            source: their tokens, as `copied` of a store returns them.
+            keep: the slots of the source whose tokens are appended.
+
+        Raises:
+            PoolExhausted: the pool has too few pages and may not grow.
+            ValueError: shapes do not match, or the source has several kinds of heads, other
+                dimensions, or no scores or positions.
+        """
+        expect_some(self.stores)
+        if len(source) != 1 or source[0] is None:
+            raise ValueError(f"the source has {len(source)} kinds of heads, and tiers have one")
+        self._members[tier].append_stored(table_rows, source[0], keep)
 
     def clear(self, sequences: Int[Tensor, " n"]) -> None:
         """Return all pages of finished sequences to the pool; the sequences remain, empty.

@@ -20,6 +20,7 @@ from kv_paging.pool import PagePool
 from kv_paging.step import carry_out
 from kv_paging.table import PageTable, pages_for
 from kv_paging.tokens import (
+    BOTH,
     NONE,
     Stored,
     VectorNames,
@@ -29,7 +30,7 @@ from kv_paging.tokens import (
     write_scores,
     write_tokens,
 )
-from kv_paging.work import DecodeStep, TokenWrite
+from kv_paging.work import DecodeStep, Recoding, TokenWrite
 from kv_policy import PagedTokens, PageLayout, Running
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "copy_pages",
     "place",
     "read",
+    "recode",
     "rescore",
     "step",
     "weakest",
@@ -65,6 +67,27 @@ def write(pages: PagedTokens, tokens: TokenWrite) -> None:
             None if score is None else score[place],
             None if position is None else position[place],
         )
+
+
+def recode(pages: PagedTokens, tokens: Recoding) -> None:
+    """Decode stored tokens to tensors, and write these."""
+    write(pages, decoded(tokens, pages.layout, read))
+
+
+def decoded(tokens: Recoding, layout: PageLayout, reader: Callable[..., Stored]) -> TokenWrite:
+    """Return stored tokens as tensors, read by some kernels, with what a layout stores of them."""
+    found = reader(tokens.source, tokens.source_rows, tokens.keep.shape[1], BOTH)
+    assert found.key is not None  # both were requested
+    assert found.value is not None
+    return TokenWrite(
+        tokens.table_rows,
+        tokens.start,
+        tokens.keep,
+        found.key,
+        found.value,
+        found.score if layout.scores else None,
+        found.position if layout.positions else None,
+    )
 
 
 def place(

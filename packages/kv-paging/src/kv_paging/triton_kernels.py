@@ -14,7 +14,7 @@ from torch import Tensor
 from kv_paging import torch_kernels
 from kv_paging.pool import PagePool
 from kv_paging.tokens import Stored, VectorNames
-from kv_paging.work import DecodeStep, TokenWrite
+from kv_paging.work import DecodeStep, Recoding, TokenWrite
 from kv_policy import PagedTokens, PageLayout, Running
 from kv_policy.described import NUMBERS, described
 from kv_policy.interpreter import interpreted, missing
@@ -27,6 +27,7 @@ __all__ = [
     "missing",
     "place",
     "read",
+    "recode",
     "rescore",
     "step",
     "weakest",
@@ -53,6 +54,11 @@ def write(pages: PagedTokens, tokens: TokenWrite) -> None:
         writing.write(pages, tokens)
     else:
         torch_kernels.write(pages, tokens)
+
+
+def recode(pages: PagedTokens, tokens: Recoding) -> None:
+    """Decode stored tokens to tensors, and write these."""
+    write(pages, torch_kernels.decoded(tokens, pages.layout, read))
 
 
 def place(

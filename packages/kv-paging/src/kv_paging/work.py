@@ -1,6 +1,7 @@
 """Arguments of page kernels: the tokens of a write, and the moves of a decode step."""
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
@@ -29,6 +30,29 @@ class TokenWrite:
     value: Float[Tensor, "S L Dv"]
     score: Float[Tensor, "S L"] | None = None
     position: Int[Tensor, "S L"] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Recoding:
+    """Stored tokens to encode in another format, and the slots of the table rows for them.
+
+    Attributes:
+        source: the tokens, in pages that are not written to, with vectors of as many dimensions.
+        source_rows: a row of the source for each of the table rows.
+        table_rows: the ids of the table rows, each named once.
+        start: the first slot to write in each.
+        keep: the slots of the source whose tokens are written, in order; all of them hold one.
+    """
+
+    source: PagedTokens
+    source_rows: Int[Tensor, " S"]
+    table_rows: Int[Tensor, " S"]
+    start: Int[Tensor, " S"]
+    keep: Bool[Tensor, "S L"]
+
+
+# Table rows outside of a pool, one part for each kind of heads; None: no row of the kind.
+CopiedRows: TypeAlias = tuple[PagedTokens | None, ...]
 
 
 @dataclass(frozen=True, slots=True)

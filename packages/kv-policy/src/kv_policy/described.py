@@ -23,11 +23,13 @@ def unreadable(view: LayerView) -> str | None:
     return None
 
 
-def _is_known(codec: Codec) -> bool:
-    """Whether vectors are encoded one by one, as integer codes or numbers of a known dtype."""
+def _is_known(codec: Codec, *, blocks: bool) -> bool:
+    """Whether vectors are integer codes or numbers of a known dtype, one by one or in blocks."""
     layout = codec.layout
     if layout is not None:
-        return layout.tokens == 1 and codec.block == 1 and codec.parts == layout.parts
+        records = codec.block // layout.tokens
+        parts = tuple(records * part for part in layout.parts)
+        return (blocks or codec.block == 1) and codec.parts == parts
     return isinstance(codec, RawCodec) and codec.dtype in NUMBERS
 
 
@@ -48,6 +50,9 @@ def _code_numbers(codec: Codec) -> tuple[int, int, int, int]:
 class KernelLayout(NamedTuple):
     """A layout in numbers, or the reason why compiled kernels do not support it.
 
+    A page has the codes of its tokens one after another, and then the metadata of as many groups of
+    tokens as there are, `share` tokens each.
+
     Attributes:
         declined: The reason, or None.
         formats: For keys, then values: the kind of number (0: integer codes, else one of
@@ -55,32 +60,44 @@ class KernelLayout(NamedTuple):
         places: Tokens per page, then the byte offsets of codes (or numbers) and metadata of keys,
             then those of values.
         positions: Byte offset of the positions, whether the layout has any or not.
+        share: How many tokens have the same scales in keys, and in values.
     """
 
     declined: str | None
     formats: tuple[int, ...] = ()
     places: tuple[int, ...] = ()
     positions: int = -1
+    share: tuple[int, int] = (1, 1)
 
 
-def described(layout: PageLayout) -> KernelLayout:
-    """Return the layout in numbers; cached."""
+def described(layout: PageLayout, *, blocks: bool = False) -> KernelLayout:
+    """Return the layout in numbers; cached.
+
+    Args:
+        layout: the layout.
+        blocks: whether formats that encode several tokens together are supported.
+    """
     try:
-        return _described(layout)
+        return _described(layout, blocks)
     except TypeError:  # an unhashable codec
-        return _described.__wrapped__(layout)
+        return _described.__wrapped__(layout, blocks)
 
 
 @lru_cache(maxsize=256)
-def _described(layout: PageLayout) -> KernelLayout:
+def _described(layout: PageLayout, blocks: bool) -> KernelLayout:
     key, value = layout.format.key, layout.format.value
     if layout.format.value_in_key:
         return KernelLayout("values that are the first dimensions of their keys")
     for codec in (key, value):
-        if not _is_known(codec):
+        if not _is_known(codec, blocks=blocks):
             return KernelLayout(f"{codec!r} is read and written by its own code")
     starts = [offset for offset, _, _ in layout.segments]
     split = len(key.parts)
     offsets = [start for half in (starts[:split], starts[split:]) for start in (*half, 0)[:2]]
     formats = (*_code_numbers(key), *_code_numbers(value))
-    return KernelLayout(None, formats, (layout.tokens, *offsets), layout.position_offset)
+    places = (layout.tokens, *offsets)
+    return KernelLayout(None, formats, places, layout.position_offset, (_share(key), _share(value)))
+
+
+def _share(codec: Codec) -> int:
+    return 1 if codec.layout is None else codec.layout.tokens

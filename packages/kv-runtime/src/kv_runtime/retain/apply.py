@@ -19,7 +19,7 @@ def restack(
 ) -> None:
     """Evict and downgrade tokens of heads; empty pages return to the pool.
 
-    Downgraded tokens are decoded for all of the heads at once, so pass few heads in that case.
+    The pages of heads with downgraded tokens are copied, so pass few heads in that case.
 
     Raises:
         ValueError: the plan moves a stored token to an earlier tier.
@@ -34,17 +34,11 @@ def restack(
             raise ValueError("the plan moves a stored token to an earlier tier")
         store = group.store
         if bool(down.any()):
-            read = store.read(table_rows, frozenset({"keys", "values"}))
-            where = flat(tier.masked_fill(~down, DROP))
-            moved.append((read, where[:, : read.held.shape[1]]))  # no head has more
+            moved.append((store.copied(table_rows), flat(tier.masked_fill(~down, DROP))))
         store.compact(table_rows, flat(held & (tier == group.tier)))
-    for read, tier in moved:
-        assert read.key is not None  # requested above
-        assert read.value is not None
+    for copied, tier in moved:
         for index in range(batch.tiers.tiers):
-            batch.tiers.append(
-                index, table_rows, read.key, read.value, tier == index, read.score, read.position
-            )
+            batch.tiers.append_stored(index, table_rows, copied, tier == index)
 
 
 def enter(

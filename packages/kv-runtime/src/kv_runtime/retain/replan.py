@@ -82,7 +82,7 @@ def _replan(
     plan, tier_thresholds = planned(selector, view, batch.window_size)
     parts = scored.split(plan.flatten(0, 1))
     table_rows = batch.table_rows(layers, rows).view(-1, batch.shape.kv_heads)
-    # Tokens that move to another tier are decoded, one layer at a time.
+    # Pages with tokens that move to another tier are copied, one layer at a time.
     step = len(table_rows) if selector.tiers == 1 else len(rows)
     for i in range(0, len(table_rows), step):
         some = slice(i, i + step)
