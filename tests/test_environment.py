@@ -124,19 +124,3 @@ def test_a_cpu_build_of_torch_brings_no_cuda() -> None:
         pytest.skip("no CPU build of torch was offered to this environment")
     names = {distribution.metadata["Name"] for distribution in distributions()}
     assert not [name for name in names if name.startswith(("nvidia-", "cuda-"))]
-
-
-@pytest.mark.parametrize(("status", "found"), [(0, "g++"), (1, None)])
-def test_a_compiler_is_found_if_it_reads_cpp20(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, found: str | None
-) -> None:
-    compiler = tmp_path / "g++"
-    compiler.write_text(f"#!/bin/sh\nexit {status}\n")
-    compiler.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CXX", raising=False)
-    assert environment.compiler() == found
-    monkeypatch.setenv("CXX", "nowhere++")
-    assert environment.compiler() is None
-    monkeypatch.setenv("CXX", f"{compiler} -v")
-    assert environment.compiler() == (f"{compiler} -v" if found else None)

@@ -235,7 +235,7 @@ def test_the_package_that_is_compiled_is_built_apart() -> None:
     compiled = [
         name
         for name in PACKAGES
-        if "scikit_build_core" in (ROOT / "packages" / name / "pyproject.toml").read_text()
+        if "scikit-build-core" in (ROOT / "packages" / name / "pyproject.toml").read_text()
     ]
     assert compiled == ["kv-cpu"]
 

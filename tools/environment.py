@@ -8,7 +8,6 @@ torch is chosen if one is available: the default build brings gigabytes of CUDA 
 import ast
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -37,8 +36,6 @@ TRANSLATION: Final = (
     ("default-timeout", "UV_HTTP_TIMEOUT", None),
     ("timeout", "UV_HTTP_TIMEOUT", None),
 )
-# Older compilers lack one of these two headers, or do not know the flag.
-CPP20: Final = "#include <concepts>\n#include <span>\nstatic_assert(std::integral<int>);\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,18 +82,6 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def compiler() -> str | None:
-    """Return the C++ compiler that CMake would use, if it supports C++20; None: not found."""
-    named = os.environ.get("CXX")
-    for name in (named,) if named else ("c++", "g++", "clang++"):
-        command = (*shlex.split(name), "-std=c++20", "-fsyntax-only", "-x", "c++", "-")
-        if shutil.which(command[0]) is None:
-            continue
-        done = subprocess.run(command, input=CPP20, capture_output=True, text=True, check=False)
-        return name if done.returncode == 0 else None
-    return None
 
 
 def has_gpu() -> bool:

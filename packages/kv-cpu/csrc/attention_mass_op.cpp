@@ -1,7 +1,6 @@
 // The operator that sums the attention mass of a pass of many queries.
-#include <torch/csrc/stable/library.h>
-
 #include "arguments.h"
+#include "boundary.h"
 #include "attention_mass.h"
 
 namespace kv {
@@ -55,4 +54,4 @@ STABLE_TORCH_LIBRARY_FRAGMENT(kv_cpu, m) {
       "str isa) -> Tensor[]");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(kv_cpu, CPU, m) { m.impl("attention_mass", TORCH_BOX(&kv::observed)); }
+STABLE_TORCH_LIBRARY_IMPL(kv_cpu, CPU, m) { m.impl("attention_mass", KV_BOX(&kv::observed)); }

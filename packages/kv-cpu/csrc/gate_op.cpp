@@ -1,12 +1,11 @@
 // The operator that computes the logarithms of the scores of a gate.
-#include <torch/csrc/stable/library.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstring>
 
 #include "arguments.h"
+#include "boundary.h"
 #include "gate.h"
 
 namespace kv {
@@ -239,4 +238,4 @@ STABLE_TORCH_LIBRARY_FRAGMENT(kv_cpu, m) {
       "Tensor pairs, Tensor linear, Tensor inner, Tensor outer, int first_head, str isa) -> Tensor");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(kv_cpu, CPU, m) { m.impl("gate", TORCH_BOX(&kv::gate)); }
+STABLE_TORCH_LIBRARY_IMPL(kv_cpu, CPU, m) { m.impl("gate", KV_BOX(&kv::gate)); }

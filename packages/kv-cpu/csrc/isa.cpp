@@ -1,4 +1,5 @@
 #ifdef KV_X86
+#include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -19,25 +20,49 @@ struct Choice {
 bool always() { return true; }
 
 #ifdef KV_X86
-bool has_avx2() {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-         __builtin_cpu_supports("f16c");
+// What the processor has, and the system saves registers for. Compilers have functions for it, but
+// those of zig find nothing.
+struct Processor {
+  Processor() {
+    unsigned a, b, c, d, most;
+    __cpuid(0, most, b, c, d);
+    intel = b == signature_INTEL_ebx && c == signature_INTEL_ecx && d == signature_INTEL_edx;
+    if (most < 7) return;
+    unsigned first, extended, more, last, narrow;
+    __cpuid(1, a, b, first, d);
+    __cpuid_count(7, 0, a, extended, more, last);
+    __cpuid_count(7, 1, narrow, b, c, d);
+    if (a == 0) narrow = 0;  // there is no second part
+    if (!(first & bit_OSXSAVE)) return;
+    unsigned saved, rest;
+    __asm__("xgetbv" : "=a"(saved), "=d"(rest) : "c"(0));
+    constexpr unsigned kAvx = 0x6, kAvx512 = 0xe6, kTiles = 0x60000;
+    avx2 = (saved & kAvx) == kAvx && all(first, bit_FMA | bit_F16C) && all(extended, bit_AVX2);
+    avx512 = avx2 && (saved & kAvx512) == kAvx512 &&
+             all(extended, bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ);
+    vnni = avx512 && all(more, bit_AVX512VNNI);
+    bf16 = avx512 && all(narrow, 1u << 5);
+    amx = vnni && (saved & kTiles) == kTiles && all(last, 1u << 22 | 1u << 24 | 1u << 25);
+  }
+  static bool all(unsigned found, unsigned bits) { return (found & bits) == bits; }
+
+  bool intel = false, avx2 = false, avx512 = false, vnni = false, bf16 = false, amx = false;
+};
+
+const Processor& processor() {
+  static const Processor found;
+  return found;
 }
 
-bool has_avx512() {
-  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-}
-
-bool has_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
+bool has_avx2() { return processor().avx2; }
+bool has_avx512() { return processor().avx512; }
+bool has_vnni() { return processor().vnni; }
 
 // A process must request tiles, as they enlarge the state saved for a signal.
 bool has_amx() {
   static const bool granted = [] {
     constexpr int kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-    return has_vnni() && __builtin_cpu_supports("amx-tile") &&
-           __builtin_cpu_supports("amx-int8") && __builtin_cpu_supports("amx-bf16") &&
-           syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+    return processor().amx && syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
   }();
   return granted;
 }
@@ -67,11 +92,11 @@ int level_of(const std::string& isa) {
   if (isa == "plain") return 0;
   if (isa == "avx2") return 1;
 #ifdef KV_X86
-  if (isa == "avx512" || !__builtin_cpu_supports("avx512bf16")) return 2;
+  if (isa == "avx512" || !processor().bf16) return 2;
   if (isa == "amx-emulated") return 4;
   if (has_amx()) return 5;
   // On the Intel processor that was measured, AVX512-BF16 was slower than float32.
-  if (!__builtin_cpu_is("intel")) return 3;
+  if (!processor().intel) return 3;
 #endif
   return 2;
 }

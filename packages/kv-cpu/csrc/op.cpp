@@ -1,5 +1,4 @@
 // The operators, registered through torch's stable ABI alone.
-#include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
@@ -7,6 +6,7 @@
 #include <tuple>
 
 #include "arguments.h"
+#include "boundary.h"
 
 namespace kv {
 namespace {
@@ -283,9 +283,7 @@ void check(const Job& job, const Fault& fault) {
 }
 
 void parallel(int64_t count, Body body, void* context) {
-  torch::stable::parallel_for(0, count, 1, [=](int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; ++i) body(i, context);
-  });
+  for_all(count, 1, [=](int64_t i) { body(i, context); });
 }
 
 namespace {
@@ -337,9 +335,9 @@ STABLE_TORCH_LIBRARY(kv_cpu, m) {
   m.def("interface() -> int");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(kv_cpu, CPU, m) { m.impl("decode", TORCH_BOX(&kv::decode)); }
+STABLE_TORCH_LIBRARY_IMPL(kv_cpu, CPU, m) { m.impl("decode", KV_BOX(&kv::decode)); }
 
 STABLE_TORCH_LIBRARY_IMPL(kv_cpu, CompositeExplicitAutograd, m) {
-  m.impl("isa", TORCH_BOX(&kv::isa));
-  m.impl("interface", TORCH_BOX(&kv::interface));
+  m.impl("isa", KV_BOX(&kv::isa));
+  m.impl("interface", KV_BOX(&kv::interface));
 }

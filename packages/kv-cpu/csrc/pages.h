@@ -1,13 +1,13 @@
 // Table rows of tokens in pages, for the operators that write, move and read them.
 #pragma once
 
-#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
 #include <vector>
 
 #include "arguments.h"
+#include "boundary.h"
 #include "coder.h"
 #include "ops.h"
 
@@ -94,13 +94,5 @@ View table_rows_of(const Tier& tier, const Tensor& table_rows, int64_t count);
 void check_distinct(const Tier& tier, const Integers& table_rows, int64_t count);
 
 const Coder& coder_of(const Name& isa);
-
-// f(i) for i < count, in several threads if the work justifies it.
-template <typename F>
-void for_all(int64_t count, int64_t grain, const F& f) {
-  torch::stable::parallel_for(0, count, grain < 1 ? 1 : grain, [&](int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; ++i) f(i);
-  });
-}
 
 }  // namespace kv

@@ -1,7 +1,6 @@
 // The operator for attention with many queries.
-#include <torch/csrc/stable/library.h>
-
 #include "arguments.h"
+#include "boundary.h"
 #include "prompt_pass.h"
 
 namespace kv {
@@ -61,4 +60,4 @@ STABLE_TORCH_LIBRARY_FRAGMENT(kv_cpu, m) {
       "float scale, float softcap, Tensor[] sinks, str isa) -> Tensor[]");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(kv_cpu, CPU, m) { m.impl("prompt", TORCH_BOX(&kv::attended)); }
+STABLE_TORCH_LIBRARY_IMPL(kv_cpu, CPU, m) { m.impl("prompt", KV_BOX(&kv::attended)); }

@@ -1,10 +1,9 @@
 // Operators that read tokens from pages, and that update scores.
-#include <torch/csrc/stable/library.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 
+#include "boundary.h"
 #include "name.h"
 #include "pages.h"
 
@@ -309,8 +308,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(kv_cpu, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(kv_cpu, CPU, m) {
-  m.impl("page_read", TORCH_BOX(&kv::page_read));
-  m.impl("page_weakest", TORCH_BOX(&kv::page_weakest));
-  m.impl("page_rescore", TORCH_BOX(&kv::page_rescore));
-  m.impl("page_accumulate", TORCH_BOX(&kv::page_accumulate));
+  m.impl("page_read", KV_BOX(&kv::page_read));
+  m.impl("page_weakest", KV_BOX(&kv::page_weakest));
+  m.impl("page_rescore", KV_BOX(&kv::page_rescore));
+  m.impl("page_accumulate", KV_BOX(&kv::page_accumulate));
 }

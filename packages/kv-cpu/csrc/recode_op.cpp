@@ -1,10 +1,9 @@
 // An operator that encodes stored tokens in another format: a few at a time are decoded to registers
 // and written, so no tensor has their numbers.
-#include <torch/csrc/stable/library.h>
-
 #include <cstring>
 #include <utility>
 
+#include "boundary.h"
 #include "marked.h"
 #include "name.h"
 
@@ -126,4 +125,4 @@ STABLE_TORCH_LIBRARY_FRAGMENT(kv_cpu, m) {
       "Tensor source_rows, str isa) -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(kv_cpu, CPU, m) { m.impl("page_recode", TORCH_BOX(&kv::page_recode)); }
+STABLE_TORCH_LIBRARY_IMPL(kv_cpu, CPU, m) { m.impl("page_recode", KV_BOX(&kv::page_recode)); }

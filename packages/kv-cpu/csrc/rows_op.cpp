@@ -1,11 +1,10 @@
 // A decode step on tensors as an engine has them, by token and head: attention over stored tokens
 // and the new token of each sequence, which may be stored or copied by the same call.
-#include <torch/csrc/stable/library.h>
-
 #include <algorithm>
 #include <cstring>
 #include <memory>
 
+#include "boundary.h"
 #include "pages.h"
 
 namespace kv {
@@ -299,4 +298,4 @@ STABLE_TORCH_LIBRARY_FRAGMENT(kv_cpu, m) {
       "str isa) -> Tensor[]");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(kv_cpu, CPU, m) { m.impl("decode_rows", TORCH_BOX(&kv::decode_rows)); }
+STABLE_TORCH_LIBRARY_IMPL(kv_cpu, CPU, m) { m.impl("decode_rows", KV_BOX(&kv::decode_rows)); }

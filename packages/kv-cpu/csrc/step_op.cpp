@@ -1,9 +1,8 @@
 // A decode step: in every table row one token enters, and one is evicted or moves to another tier.
-#include <torch/csrc/stable/library.h>
-
 #include <algorithm>
 #include <cstring>
 
+#include "boundary.h"
 #include "name.h"
 #include "pages.h"
 
@@ -361,4 +360,4 @@ STABLE_TORCH_LIBRARY_FRAGMENT(kv_cpu, m) {
       "Tensor(e!)[] tensors, int[] numbers, bool poison, str isa) -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(kv_cpu, CPU, m) { m.impl("page_step", TORCH_BOX(&kv::page_step)); }
+STABLE_TORCH_LIBRARY_IMPL(kv_cpu, CPU, m) { m.impl("page_step", KV_BOX(&kv::page_step)); }

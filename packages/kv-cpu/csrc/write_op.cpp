@@ -1,10 +1,9 @@
 // Operators that write tokens to pages and move them.
-#include <torch/csrc/stable/library.h>
-
 #include <algorithm>
 #include <cstring>
 #include <utility>
 
+#include "boundary.h"
 #include "marked.h"
 #include "name.h"
 
@@ -184,7 +183,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(kv_cpu, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(kv_cpu, CPU, m) {
-  m.impl("page_write", TORCH_BOX(&kv::page_write));
-  m.impl("page_compact", TORCH_BOX(&kv::page_compact));
-  m.impl("page_copy", TORCH_BOX(&kv::page_copy));
+  m.impl("page_write", KV_BOX(&kv::page_write));
+  m.impl("page_compact", KV_BOX(&kv::page_compact));
+  m.impl("page_copy", KV_BOX(&kv::page_copy));
 }

@@ -73,7 +73,8 @@ def test_a_library_that_was_cut_off_or_is_another(tmp_path):
     whole = next(path for path in (each / FILE for each in folders()) if path.is_file())
     data = whole.read_bytes()
     (tmp_path / FILE).write_bytes(data[: len(data) // 2])
-    assert f"is truncated at {len(data) // 2} of" in _wrong(tmp_path / FILE)
+    if sys.platform == "linux":
+        assert f"is truncated at {len(data) // 2} of" in _wrong(tmp_path / FILE)
     (tmp_path / FILE).write_bytes(data[:30])
     assert "is not a library for this machine" in _wrong(tmp_path / FILE)
     (tmp_path / FILE).write_bytes(data)
@@ -81,7 +82,8 @@ def test_a_library_that_was_cut_off_or_is_another(tmp_path):
     with patch("kv_cpu.library.INTERFACE", INTERFACE + 1):
         reason = f"has interface {INTERFACE}, and these sources have {INTERFACE + 1}"
         assert reason in _loaded(whole)
-    stranger = Path(torch.__file__).parent / "lib" / "libshm.so"
+    shared = "libshm.dylib" if sys.platform == "darwin" else "libshm.so"
+    stranger = Path(torch.__file__).parent / "lib" / shared
     with patch("torch.ops.kv_cpu", object()):
         assert "has interface 0" in _loaded(stranger)
 

@@ -12,7 +12,7 @@ from kv_paging import torch_kernels
 from kv_policy import Instructions, compose, parse
 from kv_policy.installing import checkout_of, install_command
 from kv_runtime import backends
-from kv_runtime.backends import Serving, backend_for, serving
+from kv_runtime.backends import COMPILED, Serving, backend_for, serving
 from kv_runtime.cache import PolicyCache
 from native import need
 from tiered_policies import SHAPE, Exact, Turned
@@ -88,7 +88,7 @@ def test_what_to_do_is_said(native: Native, caplog: pytest.LogCaptureFixture) ->
     wanted = f"{ABSENT} (`{install_command('kv-cpu')}`"
     assert wanted in caplog.messages[0]
     if checkout_of("kv-cpu") is not None:  # and not from wheels
-        assert caplog.messages[0].endswith("`, which compiles it and needs a C++20 compiler)")
+        assert caplog.messages[0].endswith(f"`{COMPILED})")
     native("its library was not built")
     backend_for("cpu")
     assert caplog.messages[1].endswith("was not built (run `kv-serve doctor` for details)")

@@ -11,7 +11,8 @@ from typing import Final
 import torch
 
 FORCE: Final = "KV_CPU_ISA"  # the environment variable that names an instruction set
-FILE: Final = "libkv_cpu.so"
+FILE: Final = "libkv_cpu.so"  # on macOS too: CMake calls a module so
+MAGIC: Final = b"\xcf\xfa\xed\xfe" if sys.platform == "darwin" else b"\x7fELF\x02"
 INTERFACE: Final = 6  # version of the operators' signatures; equal to the library's
 
 
@@ -88,15 +89,17 @@ def _load() -> str | None:
 
 
 def _wrong(path: Path) -> str | None:
-    """Return why a file is not a complete 64-bit library; the loader crashes on some others."""
+    """Return why a file is not a complete 64-bit library; Linux's loader crashes on some others."""
     try:
         with path.open("rb") as file:
             head = file.read(64)
             size = os.fstat(file.fileno()).st_size
     except OSError as error:
         return f"its library does not load: {error}"
-    if len(head) < 64 or head[:5] != b"\x7fELF\x02":
+    if len(head) < 64 or not head.startswith(MAGIC):
         return f"its library does not load: {path} is not a library for this machine"
+    if sys.platform == "darwin":
+        return None
     # A file ends with the section header table, described by e_shoff, e_shentsize and e_shnum.
     end = int.from_bytes(head[40:48], "little") + int.from_bytes(
         head[58:60], "little"

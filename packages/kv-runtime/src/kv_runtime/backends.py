@@ -14,7 +14,7 @@ from kv_policy.installing import checkout_of, install_command
 from kv_runtime.self_check import Cache, SelfCheck, failure
 
 AUTO: Final = "auto"
-COMPILED: Final = ", which compiles it and needs a C++20 compiler"
+COMPILED: Final = ", which compiles it; outside Linux that needs a C++20 compiler"
 
 log = logging.getLogger("kv_runtime")
 
