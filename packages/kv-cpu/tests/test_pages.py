@@ -65,6 +65,9 @@ def test_appending_replacing_reading_and_compacting(isa, form, tokens, beside, d
     both.check()
     same(both.do("read", torch.tensor([1, 0]), BOTH))
     same(both.do("read_layer", 0))
+    start = torch.tensor([0, 2, 9])
+    whole = both.each[0].whole()
+    same([k.read(whole, every.flip(0), 4, BOTH, start) for k in (torch_kernels, native)])
     if beside[0]:
         for until in (None, torch.tensor([0, 30, 99])) if beside[1] else (None,):
             (a, b), (c, d) = both.do("weakest_all", until)
@@ -128,6 +131,30 @@ def test_stored_tokens_are_encoded_in_another_format(isa, forms, tokens, beside,
         copied = tiers.stores[0].copied(named)
         assert copied[0].data.data_ptr() != tiers.pool.padded.data_ptr()
         tiers.append_stored(1, named, copied, marks)
+    both.check()
+
+
+@pytest.mark.parametrize("before", [8, 4, 2, 1])
+@pytest.mark.parametrize("after", [8, 4, 2, 1])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_whole_registers_of_codes_are_encoded_as_other_codes(isa, before, after, dim):
+    """Also arbitrary bytes: scales that are negative, infinite or NaN, and large numbers."""
+    g = torch.Generator().manual_seed(dim)
+    forms = [
+        TokenFormat(IntegerCodec(dim, bits), RawCodec(1, torch.float32)) for bits in (before, after)
+    ]
+    nbytes = max(PageLayout.sized(form, 33).nbytes for form in forms)
+    layouts = [replace(PageLayout.sized(form, 33), nbytes=nbytes) for form in forms]
+    x, keep = vectors(g, 1, 300, dim, strange=True), torch.ones(1, 300, dtype=torch.bool)
+    both = Twins(lambda pool: Tiers(pool, layouts, 1, 1, 1), nbytes, "cpu")
+    both.do("append", 0, torch.arange(1), x, x[..., :1].nan_to_num(0), keep, None, None)
+    wild = torch.randint(0, 256, both.pools[0].data.shape, generator=g).byte()
+    pages = both.each[0].stores[0].pages()[4:].long()
+    offset = layouts[0].segments[2][0]
+    for pool, tiers in zip(both.pools, both.each, strict=True):
+        pool.data[pages, :offset] = wild[pages, :offset]
+        source = tiers.stores[0].copied(torch.arange(1))
+        tiers.append_stored(1, torch.arange(1), source, keep)
     both.check()
 
 

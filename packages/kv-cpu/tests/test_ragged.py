@@ -1,11 +1,13 @@
 """Native attention of heads of several ranks, group by group."""
 
 from collections.abc import Callable
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention_cases import Case
 from kv_attention import HeadGroup, attend_ragged
@@ -14,6 +16,29 @@ from kv_policy import Observe
 HEADS = [torch.tensor([2, 0]), torch.tensor([3]), torch.tensor([1])]
 DIMS = [(16, 9), (33, 64), (1, 2)]  # of keys and values, by group
 WATCH, MORE = Observe(last=1, group="max"), Observe(last=1, also=frozenset({"squares"}))
+
+
+class Calls(TorchDispatchMode):
+    """Counts the calls of native operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        if func.namespace == "kv_cpu":
+            self.names.append(func.name())
+        return func(*args, **kwargs or {})
+
+
+def test_heads_of_any_lengths_and_their_tiers_are_one_call(case: Callable[..., Case]) -> None:
+    c = case(2, B=3, H=4, L=1, stored=90, page=16, window=3, tiers=[("8", "4"), ("4", "2")])
+    assert len(c.pages[0].length.unique()) > 6
+    with Calls() as calls:
+        c.attend(backend="cpu")
+    assert calls.names == ["kv_cpu::decode"]
 
 
 @pytest.mark.parametrize("holes", [False, True])
