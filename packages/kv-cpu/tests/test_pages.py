@@ -143,8 +143,9 @@ def test_whole_registers_of_codes_are_encoded_as_other_codes(isa, before, after,
     forms = [
         TokenFormat(IntegerCodec(dim, bits), RawCodec(1, torch.float32)) for bits in (before, after)
     ]
-    nbytes = max(PageLayout.sized(form, 33).nbytes for form in forms)
-    layouts = [replace(PageLayout.sized(form, 33), nbytes=nbytes) for form in forms]
+    exact = [PageLayout.sized(*each) for each in zip(forms, (33, 20), strict=True)]
+    nbytes = max(layout.nbytes for layout in exact)
+    layouts = [replace(layout, nbytes=nbytes) for layout in exact]
     x, keep = vectors(g, 1, 300, dim, strange=True), torch.ones(1, 300, dtype=torch.bool)
     both = Twins(lambda pool: Tiers(pool, layouts, 1, 1, 1), nbytes, "cpu")
     both.do("append", 0, torch.arange(1), x, x[..., :1].nan_to_num(0), keep, None, None)
