@@ -130,6 +130,9 @@ extern const Kernels avx512_kernels;
 extern const Kernels vnni_kernels;
 extern const Kernels amx_kernels;
 extern const Kernels amx_emulated_kernels;
+#elif defined(KV_ARM)
+extern const Kernels neon_kernels;
+extern const Kernels dotprod_kernels;
 #endif
 
 // The kernels with this name, if the processor supports them; null otherwise.

@@ -13,6 +13,8 @@ const ScoreKernels* const levels[] = {
     &plain_scores,
 #ifdef KV_X86
     &avx2_scores,  &avx512_scores, &bf16_scores, &amx_emulated_scores, &amx_scores,
+#elif defined(KV_ARM)
+    &neon_scores,
 #endif
 };
 

@@ -3,6 +3,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
+#include <iterator>
 
 #include "arguments.h"
 #include "boundary.h"
@@ -21,7 +22,7 @@ const GateKernels* const levels[] = {
     &plain_gate,
 #ifdef KV_X86
     &avx2_gate, &avx512_gate,
-#endif
+#endif  // NEON is in the plain ones already
 };
 
 // The rotary embedding of a layer, checked and padded.
@@ -73,7 +74,7 @@ class Gate {
        const Tensor& frequency, const Tensor& pairs, const Tensor& linear, const Tensor& inner,
        const Tensor& outer, int64_t first_head, const Name& isa) {
     kernels_of(isa);  // raises if it is not available
-    kernels_ = levels[std::min(level_of(isa.text), 2)];
+    kernels_ = levels[std::min(level_of(isa.text), int(std::size(levels)) - 1)];
     key_ = view(key, {"key"}, kFloats, {kAny, kAny, kAny, kAny}, Lay::kRows);
     sequences_ = key_.size(0), heads_ = key_.size(1), length_ = key_.size(2);
     value_ = view(value, {"value"}, kFloats, {sequences_, heads_, length_, kAny}, Lay::kRows);

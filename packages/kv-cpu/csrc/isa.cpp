@@ -2,6 +2,10 @@
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif defined(__APPLE__)
+#include <sys/sysctl.h>
+#elif defined(KV_ARM)
+#include <sys/auxv.h>
 #endif
 
 #include <cstring>
@@ -66,6 +70,17 @@ bool has_amx() {
   }();
   return granted;
 }
+#elif defined(KV_ARM)
+bool has_dotprod() {
+#if defined(__APPLE__)
+  int found = 0;
+  size_t size = sizeof found;
+  return sysctlbyname("hw.optional.arm.FEAT_DotProd", &found, &size, nullptr, 0) == 0 && found;
+#else
+  constexpr unsigned long kDotProd = 1ul << 20;  // HWCAP_ASIMDDP
+  return getauxval(AT_HWCAP) & kDotProd;
+#endif
+}
 #endif
 
 // The last available one is used. Emulated tiles are for tests, so they are never the last.
@@ -77,6 +92,9 @@ const Choice choices[] = {
     {&avx512_kernels, has_avx512},
     {&vnni_kernels, has_vnni},
     {&amx_kernels, has_amx},
+#elif defined(KV_ARM)
+    {&neon_kernels, always},
+    {&dotprod_kernels, has_dotprod},
 #endif
 };
 
@@ -91,6 +109,9 @@ const Kernels* kernels(const char* name) {
 int level_of(const std::string& isa) {
   if (isa == "plain") return 0;
   if (isa == "avx2") return 1;
+#ifdef KV_ARM
+  return 1;
+#endif
 #ifdef KV_X86
   if (isa == "avx512" || !processor().bf16) return 2;
   if (isa == "amx-emulated") return 4;

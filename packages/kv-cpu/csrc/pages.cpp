@@ -17,7 +17,7 @@ const Coder* coder(const char* isa) {
   // Extensions after AVX-512 have no use here.
   return std::strcmp(isa, "avx2") == 0 ? &avx2_coder : &avx512_coder;
 #else
-  return nullptr;
+  return &plain_coder;  // which has NEON already, if the processor has it
 #endif
 }
 

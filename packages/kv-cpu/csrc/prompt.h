@@ -64,6 +64,8 @@ extern const PromptKernels avx512_prompt;
 extern const PromptKernels bf16_prompt;
 extern const PromptKernels amx_prompt;
 extern const PromptKernels amx_emulated_prompt;
+#elif defined(KV_ARM)
+extern const PromptKernels neon_prompt;
 #endif
 
 }  // namespace kv

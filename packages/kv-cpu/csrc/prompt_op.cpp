@@ -13,6 +13,8 @@ const PromptKernels* const levels[] = {
     &plain_prompt,
 #ifdef KV_X86
     &avx2_prompt, &avx512_prompt, &bf16_prompt, &amx_emulated_prompt, &amx_prompt,
+#elif defined(KV_ARM)
+    &neon_prompt,
 #endif
 };
 

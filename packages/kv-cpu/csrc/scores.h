@@ -51,6 +51,8 @@ extern const ScoreKernels avx512_scores;
 extern const ScoreKernels bf16_scores;
 extern const ScoreKernels amx_scores;
 extern const ScoreKernels amx_emulated_scores;
+#elif defined(KV_ARM)
+extern const ScoreKernels neon_scores;
 #endif
 
 }  // namespace kv

@@ -12,7 +12,7 @@ from kv_cpu.library import FORCE
 from native_sets import PAGE_SETS, SETS
 
 # These round weights and queries to integers; others compute in float32.
-ROUNDED = {"vnni": 1e-3, "amx": 1e-3, "amx-emulated": 1e-3}
+ROUNDED = {"vnni": 1e-3, "dotprod": 1e-3, "amx": 1e-3, "amx-emulated": 1e-3}
 
 
 def pytest_report_header() -> str:

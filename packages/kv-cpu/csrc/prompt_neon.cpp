@@ -1,0 +1,8 @@
+#include "prompt.inc"
+
+namespace kv {
+
+extern const PromptKernels neon_prompt = {
+    false, kRows, put_query, pack_keys, pack_values, attend_plainly, raise};
+
+}  // namespace kv
