@@ -1,7 +1,6 @@
 """vLLM on the CPU: its own caches, and policies of ours; one way a process.
 
-Engines are eager, as compiling each takes minutes, and one prompt is one step. The nats are those
-of another engine, whose tokens are forced.
+Engines are eager, as compiling each takes minutes, and one prompt is one step.
 """
 
 import sys
@@ -12,9 +11,8 @@ from contextlib import ExitStack
 import torch
 from _protocol import Opened, answers, own_output, put, room_given, versions
 from _protocol import Room as Wanted
-from _vllm_engine import Ask, Room, ask, started
-from _vllm_forced import nats
-from _vllm_process import apart
+from _vllm_engine import Ask, Room, ask
+from _vllm_forced import forcing, scored
 from _vllm_turns import timed
 from _vllm_ways import BF16, FP8
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -26,7 +24,7 @@ OURS = 0.55  # the same for policies; a part of it is free
 
 
 class Vllm:
-    """An engine of one way, which is started when it is first asked to decode."""
+    """An engine of one way, which is started when it is first asked."""
 
     def __init__(self, wanted: Wanted, token_bytes: int, held: ExitStack) -> None:
         """Start nothing yet; the engine ends with `held`."""
@@ -60,12 +58,10 @@ class Vllm:
 
     def nats(self, way: str, prompt: Sequence[int], target: Sequence[int]) -> float:
         """Force the target's tokens."""
-        longest = len(prompt) + len(target) + 1
         sample = Sample(
             "nll", "agnostic", tuple(prompt[:-1]), tuple(prompt[-1:]), target_ids=tuple(target)
         )
-        room = Room(3 * (longest + 256) * self._token_bytes, longest, longest, together=1)
-        (found,) = apart(nats, way, room, [sample])["nats"]
+        (found,) = scored(self._started(way), [sample])
         return found
 
     def _started(self, way: str) -> LLMEngine:
@@ -74,7 +70,8 @@ class Vllm:
             tokens = wanted.together * (wanted.longest + 256) + wanted.longest
             size = int(TOKEN.get(way, OURS) * tokens * self._token_bytes)
             room = Room(size, wanted.longest, wanted.longest, wanted.together)
-            self._engine, _ = self._held.enter_context(started(way, room))
+            self._engine = forcing(way, room)
+            self._held.callback(self._engine.engine_core.shutdown)
         return self._engine
 
     def _held_bytes(self, engine: LLMEngine) -> int:
