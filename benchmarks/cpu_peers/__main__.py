@@ -52,7 +52,8 @@ def nats(engines: Processes, way: Way, samples: Sequence[Sample]) -> Row:
         )
         for sample in samples
     ]
-    return {"texts": found, "nats": None if None in found else mean(found)}
+    known = None if None in found else mean(found)
+    return {"texts": found, "nats": known, "versions": engines.versions[way.engine]}
 
 
 def turns(
@@ -114,16 +115,19 @@ def main() -> None:
     parser.add_argument("--environments", type=Path, required=True, help="folder; nox gives it")
     parser.add_argument("--minutes", type=count, help="begin nothing after so many; goes on later")
     parser.add_argument("--cells", type=cell, nargs="+", help="BATCHxTOKENS, in place of all")
+    parser.add_argument("--texts", type=count, help="that are scored, in place of the usual number")
     given = parser.parse_args()
     size = QUICK if given.quick else WHOLE
     if given.cells:
         size = replace(size, cells=tuple(given.cells))
+    if given.texts:
+        size = replace(size, texts=given.texts)
     asked = {name: value for name, value in asdict(size).items() if name != "cells"}
     rows = Rows("cpu_peers", asked, quick=given.quick, minutes=given.minutes)
     with processes(given.environments, gguf(), size) as engines:
         measure(engines, rows, size)
-        rows.measured({"kind": "versions"}, lambda: dict(engines.versions))
     found = gathered(rows.rows)
+    rows.rows = [row for row in rows.rows if row["kind"] == "nats"]
     rows.rows += [*found, *grown(found), *compared(found)]
     rows.finish(figures(found))
 
