@@ -20,7 +20,7 @@ from statistics import mean, median
 
 from _arguments import count
 from _figures import compared, figures, gathered, grown
-from _plan import QUICK, WAYS, WHOLE, Cell, Size, Way, cell, spare
+from _plan import BRIEF, QUICK, WAYS, WHOLE, Cell, Size, Way, cell, spare
 from _processes import Processes, processes
 from _vllm_process import Row, Rows, alternating
 
@@ -115,13 +115,11 @@ def main() -> None:
     parser.add_argument("--environments", type=Path, required=True, help="folder; nox gives it")
     parser.add_argument("--minutes", type=count, help="begin nothing after so many; goes on later")
     parser.add_argument("--cells", type=cell, nargs="+", help="BATCHxTOKENS, in place of all")
-    parser.add_argument("--texts", type=count, help="that are scored, in place of the usual number")
+    parser.add_argument("--brief", action="store_true", help="less, for a machine in use")
     given = parser.parse_args()
-    size = QUICK if given.quick else WHOLE
+    size = QUICK if given.quick else BRIEF if given.brief else WHOLE
     if given.cells:
         size = replace(size, cells=tuple(given.cells))
-    if given.texts:
-        size = replace(size, texts=given.texts)
     asked = {name: value for name, value in asdict(size).items() if name != "cells"}
     rows = Rows("cpu_peers", asked, quick=given.quick, minutes=given.minutes)
     with processes(given.environments, gguf(), size) as engines:

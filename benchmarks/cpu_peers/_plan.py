@@ -117,6 +117,9 @@ WHOLE: Final = Size(
     target=128,
     texts=2,
 )
+BRIEF: Final = Size(
+    (Cell(1, 1024, 1), Cell(1, 4096, 1)), turns=3, steps=6, prompt=1024, target=64, texts=1
+)
 QUICK: Final = Size(
     (Cell(1, 256, 1), Cell(1, 512, 1), Cell(2, 256, 1), Cell(2, 512, 1)), 2, 3, 256, 8, 1
 )
