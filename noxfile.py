@@ -57,6 +57,7 @@ UNCHECKED = ("-o", "addopts=--import-mode=importlib --strict-config --strict-mar
 WATCHED = "avx512,amx-emulated"
 UNWATCHED = "avx2|vnni|bf16|amx"  # files of instruction sets that these tests never run
 PEERS = BENCHMARKS / "peers"  # other projects that benchmarks compare with
+CPU_PEERS = BENCHMARKS / "cpu_peers"  # engines that run on CPUs
 
 
 @nox.session
@@ -231,6 +232,11 @@ def bench(session: nox.Session) -> None:
             session.notify(name)
         session.notify("bench-peers", session.posargs)
         return
+    if "# environment: cpu-peers" in lines:
+        for name in ("peers-openvino", "peers-llama", "peers-vllm"):
+            session.notify(name)
+        session.notify("bench-peers", session.posargs)
+        return
     more = ("triton",) if "# environment: triton" in lines else ()
     install(session, *editable(PACKAGES, EXAMPLES), *more, groups=("model",))
     session.run("python", str(script), *session.posargs[1:], env=variables(session))
@@ -275,6 +281,18 @@ def peers_kvpress(session: nox.Session) -> None:
 def peers_quantized(session: nox.Session) -> None:
     """Create the environment of transformers' quantized caches."""
     install(session, "--requirement", str(PEERS / "requirements" / "quantized.txt"))
+
+
+@nox.session(name="peers-openvino")
+def peers_openvino(session: nox.Session) -> None:
+    """Create the environment of OpenVINO GenAI."""
+    install(session, "--requirement", str(CPU_PEERS / "requirements" / "openvino.txt"))
+
+
+@nox.session(name="peers-llama")
+def peers_llama(session: nox.Session) -> None:
+    """Create the environment of llama.cpp, which is compiled for this machine in minutes."""
+    install(session, "--requirement", str(CPU_PEERS / "requirements" / "llama.txt"))
 
 
 @nox.session(name="peers-vllm")

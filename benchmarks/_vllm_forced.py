@@ -22,28 +22,42 @@ def nats(way: str, room: Room, samples: Sequence[Sample]) -> dict[str, list[floa
     Raises:
         RuntimeError: another token was generated than the target's.
     """
-    given = {**room.arguments(way), "logits_processors": [Forced], **options(way)}
-    engine = LLMEngine.from_engine_args(EngineArgs(**given))
+    engine = forcing(way, room)
     try:
-        for i, sample in enumerate(samples):
-            settings = SamplingParams(
-                temperature=0,
-                max_tokens=len(sample.target_ids),
-                ignore_eos=True,
-                logprobs=0,
-                extra_args={FORCED: list(sample.target_ids)},
-            )
-            prompt = [*sample.prompt_ids, *sample.question_ids]
-            engine.add_request(str(i), {"prompt_token_ids": prompt}, settings)
-        found: dict[int, float] = {}
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                if output.finished:
-                    i = int(output.request_id.partition("-")[0])
-                    found[i] = _nats(output, samples[i])
-        return {"nats": [found[i] for i in range(len(samples))]}
+        return {"nats": scored(engine, samples)}
     finally:
         engine.engine_core.shutdown()
+
+
+def forcing(way: str, room: Room) -> LLMEngine:
+    """Start an engine whose requests may be told what to generate."""
+    given = {**room.arguments(way), "logits_processors": [Forced], **options(way)}
+    return LLMEngine.from_engine_args(EngineArgs(**given))
+
+
+def scored(engine: LLMEngine, samples: Sequence[Sample]) -> list[float]:
+    """Nats per token of each sample's target after its prompt, all asked of an engine at once.
+
+    Raises:
+        RuntimeError: another token was generated than the target's.
+    """
+    for i, sample in enumerate(samples):
+        settings = SamplingParams(
+            temperature=0,
+            max_tokens=len(sample.target_ids),
+            ignore_eos=True,
+            logprobs=0,
+            extra_args={FORCED: list(sample.target_ids)},
+        )
+        prompt = [*sample.prompt_ids, *sample.question_ids]
+        engine.add_request(str(i), {"prompt_token_ids": prompt}, settings)
+    found: dict[int, float] = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                i = int(output.request_id.partition("-")[0])
+                found[i] = _nats(output, samples[i])
+    return [found[i] for i in range(len(samples))]
 
 
 def _nats(output: RequestOutput, sample: Sample) -> float:
