@@ -90,6 +90,12 @@ def test_growth_is_of_the_shortest_and_the_longest_context() -> None:
     assert found["k8v4"] == pytest.approx(1.0)
 
 
+def test_a_growth_of_less_than_nothing_is_compared_with_nothing() -> None:
+    falls = [row("vllm", "bf16", 1000, 0.05), row("vllm", "bf16", 5000, 0.04)]
+    assert "growth_vs_best_peer_b1" in figures(ROWS)
+    assert not [name for name in figures([*ROWS, *falls]) if name.startswith("growth")]
+
+
 def test_rows_have_the_nats_of_their_way() -> None:
     measured = [
         {"kind": "nats", "engine": "vllm", "way": "fp8", "nats": 1.5},

@@ -19,6 +19,7 @@ ALLOWED = {  # each with where it writes
     "benchmarks/_gpu_child.py": "rows, one after the other",
     "benchmarks/_gpu_parts.py": "what a process says",
     "benchmarks/_compiled.py": "a temporary file",
+    "benchmarks/cpu_peers/_protocol.py": "what a process says",
     "benchmarks/peers/_work.py": "a temporary folder",
     "tools/sessions.py": "the folder of a nox session",
 }

@@ -61,11 +61,16 @@ def comparable(ours: Row, peer: Row) -> bool:
 
 
 def against(rows: Sequence[Row], cost: Callable[[Row], float], figure: str) -> list[Row]:
-    """For each peer the best of ours that is comparable: the peer's cost over that of ours."""
+    """For each peer the best of ours that is comparable: the peer's cost over that of ours.
+
+    A growth of nothing or less is noise, which is compared with nothing.
+    """
     found = []
     for peer in (row for row in rows if not row["ours"]):
         allowed = [row for row in rows if row["ours"] and comparable(row, peer)]
         best = min(allowed, key=cost, default=None)
+        if best is not None and min(cost(best), cost(peer)) <= 0:
+            best = None
         found.append(
             {
                 "kind": "against",

@@ -5,6 +5,7 @@ Engines that read GGUF then read as many bytes of weights as those that run a mo
 
 import os
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final
 
 OWN: Final = "gguf"  # the weights as the package has them
@@ -15,7 +16,7 @@ NOT_COPIED: Final = frozenset(
 
 
 def weights(path: str, kind: str) -> Path:
-    """The file with weights of that kind, which is made beside its lock at the first use.
+    """The file with weights of that kind, which is made at the first use.
 
     Raises:
         ValueError: the kind is not known.
@@ -27,9 +28,10 @@ def weights(path: str, kind: str) -> Path:
         raise ValueError(f"weights are {OWN}, {' or '.join(TYPES)}, not {kind!r}")
     made = Path(os.environ["PEERS_FOLDER"]) / f"{source.stem}.{kind}.gguf"
     if not made.exists():
-        part = made.with_suffix(f".{os.getpid()}.part")
-        write(source, part, kind)
-        part.rename(made)
+        with TemporaryDirectory(dir=made.parent) as folder:
+            part = Path(folder) / made.name
+            write(source, part, kind)
+            part.rename(made)
     return made
 
 

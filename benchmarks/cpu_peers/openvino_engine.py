@@ -18,6 +18,7 @@ from _protocol import Opened, Room, answers, own_output, put, room_given, versio
 from openvino_genai.py_openvino_genai import GenerationHandle
 
 BLOCK = 32  # tokens
+SETTLED = 3  # steps after which what is evicted is gone
 KEPT_ENDS = 64  # of the tokens that eviction never lets go of, at each end
 PATTERN = re.compile(r"(?P<weights>\w+):(?P<keys>\w+)/(?P<values>\w+)(\+evict=(?P<share>[\d.]+))?")
 
@@ -49,7 +50,8 @@ class OpenVino:
                 pipeline.step()
             first = first or time.perf_counter() - began
             handles.append(handle)
-        pipeline.step()  # lets go of what is evicted
+        for _ in range(SETTLED):
+            pipeline.step()
         self._open[way] = handles
         return Opened(first, _held_bytes(pipeline, way))
 

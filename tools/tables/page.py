@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from tools.tables import cpu, host, layout, methods, peers, vllm, zack
+from tools.tables import cpu, cpu_peers, host, layout, methods, peers, vllm, zack
 from tools.tables.markdown import Row, Writer, renewed, said
 
 ROOT: Final = Path(__file__).parent.parent.parent
@@ -16,7 +16,7 @@ PAGE: Final = ROOT / "docs" / "benchmarks.md"
 RESULTS: Final = ROOT / "benchmarks" / "results"
 WRITERS: Final[Mapping[str, Writer]] = {
     name: writer
-    for module in (cpu, host, layout, methods, peers, vllm, zack)
+    for module in (cpu, cpu_peers, host, layout, methods, peers, vllm, zack)
     for name, writer in module.WRITERS.items()
 }
 
