@@ -107,10 +107,16 @@ def example(session: nox.Session, package: str) -> None:
 
 @nox.session
 def wheels(session: nox.Session) -> None:
-    """Build all wheels and try them together, in minutes; `wheel` runs a package's tests too."""
+    """Build all wheels, install them by name as from an index, and try them together.
+
+    This rehearses a release: what is installed follows from the metadata alone. `wheel` runs a
+    package's tests too.
+    """
     paths = {name: built(session, name) for name in PACKAGES}
     given = [str(path) for path in paths.values()]
-    install(session, *given, "--no-sources", *flags("--reinstall-package", paths))
+    index = ("--find-links", str(next(iter(paths.values())).parent))
+    renew = flags("--reinstall-package", paths)
+    install(session, "kv-serve[cpu,eval]", *index, "--no-sources", *renew)
     check_siblings(session, PACKAGES, from_wheels=True)
     session.run("python", str(ROOT / "tools" / "wheels.py"), *given, env=variables(session))
 

@@ -17,7 +17,6 @@ from _protocol import Room
 HERE: Final = Path(__file__).parent
 THREADS: Final = 2
 VARIABLES: Final = {
-    "GOMP_SPINCOUNT": "1000",  # where others use the cores, a thread that spins delays its partner
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
