@@ -89,12 +89,12 @@ class Context:
         return found
 
     def fill(self, read: Read) -> None:
-        """Copy what a sequence held to those that are empty.
+        """Copy what the first sequence held to those that are empty.
 
         Raises:
             RuntimeError: there is no room.
         """
-        for i in range(self.batch):
+        for i in range(1, self.batch):
             if not lib.llama_state_seq_set_data(self.context, read.state, len(read.state), i):
                 raise RuntimeError(f"llama.cpp has no room for sequence {i}")
         self.place, self.tokens = read.place, self.batch * [read.token]
@@ -126,14 +126,12 @@ class Llama:
         warm = self._context(way, 1, 128)
         warm.read(prompt[:64])  # all its parts have run once
         warm.free()
-        alone = self._context(way, 1, len(prompt) + room)
+        self._open[way] = context = self._context(way, batch, len(prompt) + room)
         began = time.perf_counter()
-        token = int(alone.read(prompt)[0].argmax())
+        token = int(context.read(prompt)[0].argmax())
         first = time.perf_counter() - began
-        read = Read(alone.state(), len(prompt), token)
-        alone.free()
-        self._open[way] = self._context(way, batch, len(prompt) + room)
-        self._open[way].fill(read)
+        read = Read(context.state(), len(prompt), token)
+        context.fill(read)
         return Opened(first, batch * len(read.state))
 
     def steps(self, way: str, count: int) -> list[float]:
