@@ -56,8 +56,12 @@ UNCHECKED = ("-o", "addopts=--import-mode=importlib --strict-config --strict-mar
 # so that their reads are visible. The kernels of all sets share one source.
 WATCHED = "avx512,amx-emulated"
 UNWATCHED = "avx2|vnni|bf16|amx"  # files of instruction sets that these tests never run
-PEERS = BENCHMARKS / "peers"  # other projects that benchmarks compare with
-CPU_PEERS = BENCHMARKS / "cpu_peers"  # engines that run on CPUs
+# Requirements of other projects that benchmarks compare with, and the environments that each needs.
+PEERS = {path.stem: path for path in sorted(BENCHMARKS.glob("*peers/requirements/*.txt"))}
+ENVIRONMENTS = {
+    "peers": ("peers(kvpress)", "peers(quantized)", "peers-vllm"),
+    "cpu-peers": ("peers(openvino)", "peers(llama)", "peers-vllm"),
+}
 
 
 @nox.session
@@ -233,16 +237,12 @@ def bench(session: nox.Session) -> None:
     if "# environment: vllm" in lines:
         session.notify("bench-vllm", session.posargs)
         return
-    if "# environment: peers" in lines:
-        for name in ("peers-kvpress", "peers-quantized", "peers-vllm"):
-            session.notify(name)
-        session.notify("bench-peers", session.posargs)
-        return
-    if "# environment: cpu-peers" in lines:
-        for name in ("peers-openvino", "peers-llama", "peers-vllm"):
-            session.notify(name)
-        session.notify("bench-peers", session.posargs)
-        return
+    for environment, sessions in ENVIRONMENTS.items():
+        if f"# environment: {environment}" in lines:
+            for name in sessions:
+                session.notify(name)
+            session.notify("bench-peers", session.posargs)
+            return
     more = ("triton",) if "# environment: triton" in lines else ()
     install(session, *editable(PACKAGES, EXAMPLES), *more, groups=("model",))
     session.run("python", str(script), *session.posargs[1:], env=variables(session))
@@ -277,28 +277,11 @@ def bench_peers(session: nox.Session) -> None:
     session.run("python", str(script), *given, env=variables(session) | shared)
 
 
-@nox.session(name="peers-kvpress")
-def peers_kvpress(session: nox.Session) -> None:
-    """Create the environment of kvpress, which needs an older transformers than ours."""
-    install(session, "--requirement", str(PEERS / "requirements" / "kvpress.txt"))
-
-
-@nox.session(name="peers-quantized")
-def peers_quantized(session: nox.Session) -> None:
-    """Create the environment of transformers' quantized caches."""
-    install(session, "--requirement", str(PEERS / "requirements" / "quantized.txt"))
-
-
-@nox.session(name="peers-openvino")
-def peers_openvino(session: nox.Session) -> None:
-    """Create the environment of OpenVINO GenAI."""
-    install(session, "--requirement", str(CPU_PEERS / "requirements" / "openvino.txt"))
-
-
-@nox.session(name="peers-llama")
-def peers_llama(session: nox.Session) -> None:
-    """Create the environment of llama.cpp, which is compiled for this machine in minutes."""
-    install(session, "--requirement", str(CPU_PEERS / "requirements" / "llama.txt"))
+@nox.session
+@nox.parametrize("peer", [*PEERS], ids=[*PEERS])
+def peers(session: nox.Session, peer: str) -> None:
+    """Create the environment of a project that benchmarks compare with."""
+    install(session, "--requirement", str(PEERS[peer]))
 
 
 @nox.session(name="peers-vllm")

@@ -119,6 +119,17 @@ def started(way: str, room: Room, dtype: str = "auto") -> Iterator[tuple[LLMEngi
         engine.engine_core.shutdown()
 
 
+def pool_bytes(engine: LLMEngine) -> int:
+    """Bytes of an engine's own tensors of keys and values."""
+    runner = engine.model_executor.driver_worker.worker.model_runner
+    pieces = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for t in runner.kv_caches
+        if isinstance(t, torch.Tensor)
+    }
+    return sum(pieces.values())
+
+
 def capacity(way: str, room: Room) -> dict[str, float]:
     """What vLLM says that it can hold."""
     with started(way, room) as (engine, _):

@@ -5,7 +5,6 @@ from dataclasses import replace
 from statistics import mean
 
 from _vllm_engine import Room
-from _vllm_ways import options
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.outputs import RequestOutput
@@ -31,8 +30,8 @@ def nats(way: str, room: Room, samples: Sequence[Sample]) -> dict[str, list[floa
 
 def forcing(way: str, room: Room) -> LLMEngine:
     """Start an engine whose requests may be told what to generate."""
-    given = {**room.arguments(way), "logits_processors": [Forced], **options(way)}
-    return LLMEngine.from_engine_args(EngineArgs(**given))
+    given = EngineArgs(**room.arguments(way), logits_processors=[Forced])
+    return LLMEngine.from_engine_args(given)
 
 
 def scored(engine: LLMEngine, samples: Sequence[Sample]) -> list[float]:

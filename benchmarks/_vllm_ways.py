@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import _result
 from _arguments import count
+from _native import expect_native
 
 from kv_eval.evaluate.specs import split_specs
 from kv_policy import parse
@@ -22,9 +23,14 @@ DTYPES: Final = {BF16: "auto", FP8: "fp8"}
 
 
 def options(way: str) -> dict[str, Any]:
-    """Arguments of an engine: those of stock vLLM, or a policy."""
+    """Arguments of an engine: those of stock vLLM, or a policy.
+
+    Raises:
+        RuntimeError: native code does not run here, so that a policy would run in torch.
+    """
     if way in DTYPES:
         return {"kv_cache_dtype": DTYPES[way]}
+    expect_native()
     return {"additional_config": {KEY: way}}
 
 

@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import _result
 import torch
+from _native import expect_native
 from _timing import Turns, timed
 from jaxtyping import Int
 from rich.console import Console
@@ -116,6 +117,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a smoke run that writes nothing")
     arguments = parser.parse_args()
+    expect_native()
     sizes, prompts = list(product((1, 8), (4096, 8192))), (8192,)
     rounds, times = 15, 3
     if arguments.quick:

@@ -19,6 +19,7 @@ from statistics import median
 
 import _result
 import torch
+from _native import expect_native
 from rich.console import Console
 from torch import Tensor
 
@@ -115,6 +116,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a smoke run that writes nothing")
     quick = parser.parse_args().quick
+    expect_native()
     torch.set_num_threads(1)
     loaded = load_model(progress=CONSOLE.print)
     tokens = 512 if quick else 8064

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import _result
 import torch
+from _native import expect_native
 from _zack_calibration import MODELS, measured, on_paper
 from _zack_decode import SHAPES, Case, Ranks, decode_rows
 from _zack_projections import large_layer, projection_rows
@@ -196,6 +197,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a smoke run that writes nothing")
     quick = parser.parse_args().quick
+    expect_native()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     rows: list[Row] = []

@@ -200,6 +200,30 @@ def test_weights_are_written_in_16_bits(tmp_path: Path, monkeypatch: pytest.Monk
         weights(str(tmp_path / "own.gguf"), "q9")
 
 
+@pytest.mark.model
+def test_sequences_of_a_batch_hold_memory_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER.parent)
+    from ours_engine import Transformers
+
+    engine, prompt = Transformers(1), range(100, 140)
+    alone = engine.open("k8v4", prompt, 1, 4)
+    engine.close("k8v4")
+    several = engine.open("k8v4", prompt, 3, 4)
+    assert several.kv_bytes > 2.9 * alone.kv_bytes  # page tables are in them
+    assert len(engine.steps("k8v4", 2)) == 2
+
+
+def test_nothing_is_measured_without_native_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy would run in torch."""
+    monkeypatch.syspath_prepend(FOLDER.parent)
+    from _native import expect_native
+
+    monkeypatch.setenv("KV_CPU_ISA", "no such set")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(RuntimeError, match="native code does not run: KV_CPU_ISA is 'no such set'"):
+        expect_native()
+
+
 def test_tables_leave_out_what_was_not_measured() -> None:
     assert named("llama.cpp", "bf16:q8_0") == "llama.cpp `q8_0`"
     assert named("transformers", "kv-compress:rate=4+k8v4") == (

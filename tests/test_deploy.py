@@ -1,4 +1,4 @@
-"""Files for containers name commands, policies, metrics and files that there are."""
+"""Files for containers name commands, policies, metrics and files that exist."""
 
 import ast
 import json
@@ -73,7 +73,7 @@ def test_an_image_is_built_of_what_the_context_holds(path: Path) -> None:
     assert f"docker build -f deploy/{path.name}" in path.read_text()
 
 
-def test_the_services_are_built_from_the_dockerfiles_and_mount_files_that_there_are() -> None:
+def test_services_are_built_from_the_dockerfiles_and_mount_existing_files() -> None:
     services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
     built = {each["build"]["dockerfile"] for each in services.values() if "build" in each}
     assert built == {f"deploy/{path.name}" for path in DOCKERFILES}

@@ -1,12 +1,17 @@
 """Scores that attention updates in pages in a decode step are those of the separate update."""
 
+from dataclasses import dataclass, replace
+
 import pytest
 import torch
 from torch import Tensor
 
+from kv_evict import H2O
 from kv_paging import PagePool
-from kv_policy import CacheShape, parse
+from kv_policy import Budget, CacheShape, Observe, complete, parse
 from kv_runtime.cache import PolicyCache
+from kv_runtime.retain.selected import KeepSelected
+from kv_runtime.stats import Tally
 from kv_runtime.token_rows import TokenRows
 
 SHAPE = CacheShape(layers=2, kv_heads=2, group=2, key_dim=16, value_dim=16, dtype=torch.bfloat16)
@@ -47,6 +52,27 @@ def generated(policy: str, *, native: bool, sequences: int = 3) -> tuple[list[Te
             found.append(output.float())
         cache.count()
     return found, cache
+
+
+@dataclass(frozen=True)
+class Squares(H2O):
+    """A selector that reads more than attention mass."""
+
+    name = "squares"
+
+    @property
+    def observe(self) -> Observe:
+        """Of every query."""
+        return replace(super().observe, also=frozenset({"squares"}))
+
+
+def test_scores_that_depend_on_more_than_the_mass_are_left_to_the_selector() -> None:
+    """Attention updates scores by the mass alone."""
+    running = [
+        KeepSelected(complete(kind(Budget(24))), SHAPE, None, Tally()).running
+        for kind in (H2O, Squares)
+    ]
+    assert [each is None for each in running] == [False, True]
 
 
 @pytest.mark.parametrize("policy", POLICIES)

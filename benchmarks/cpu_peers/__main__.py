@@ -8,8 +8,8 @@ first token of a prompt is timed when nothing else is open. Sequences of a batch
 in memory of their own. Nats are those of a text's next tokens over a prompt that is held.
 
 Weights are of 16 bits at equal work, of the values that the package's GGUF file has; its own file,
-of about 4.5 bits, is measured beside them where an engine can read it. Rows are kept in a file
-beside the result until all are there, and a later run of the same commit goes on from it.
+of about 4.5 bits, is measured beside them where an engine can read it. Finished rows
+are written to a file beside the result, from which a later run of the same commit resumes.
 """
 
 import argparse
@@ -113,7 +113,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a smoke run that writes nothing")
     parser.add_argument("--environments", type=Path, required=True, help="folder; nox gives it")
-    parser.add_argument("--minutes", type=count, help="begin nothing after so many; goes on later")
+    parser.add_argument(
+        "--minutes", type=count, help="start no measurement after so many; a later run resumes"
+    )
     parser.add_argument("--cells", type=cell, nargs="+", help="BATCHxTOKENS, in place of all")
     parser.add_argument("--brief", action="store_true", help="less, for a machine in use")
     given = parser.parse_args()

@@ -38,7 +38,7 @@ class Engine(Protocol):
         """Decode a token of each sequence `count` times; seconds of each time."""
 
     def close(self, way: str) -> None:
-        """Let go of the sequences."""
+        """End the sequences and free their memory."""
 
     def nats(self, way: str, prompt: Sequence[int], target: Sequence[int]) -> float | None:
         """Mean nats per token of a target after a prompt; None where the engine cannot say."""

@@ -41,7 +41,7 @@ class Read:
 
     state: ctypes.Array[ctypes.c_uint8]
     place: int
-    token: int  # that comes next
+    token: int  # the next one
 
 
 class Context:

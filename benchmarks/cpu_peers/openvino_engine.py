@@ -18,8 +18,8 @@ from _protocol import Opened, Room, answers, own_output, put, room_given, versio
 from openvino_genai.py_openvino_genai import GenerationHandle
 
 BLOCK = 32  # tokens
-SETTLED = 3  # steps after which what is evicted is gone
-KEPT_ENDS = 64  # of the tokens that eviction never lets go of, at each end
+SETTLED = 3  # steps after which evicted tokens are freed
+KEPT_ENDS = 64  # tokens at each end that are never evicted
 PATTERN = re.compile(r"(?P<weights>\w+):(?P<keys>\w+)/(?P<values>\w+)(\+evict=(?P<share>[\d.]+))?")
 
 

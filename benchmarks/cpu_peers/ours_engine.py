@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 
 import torch
+from _native import expect_native
 from _protocol import Opened, answers, own_output, put, room_given, versions
 from torch.nn.functional import cross_entropy
 from transformers import Cache
@@ -24,13 +25,18 @@ class Transformers:
         self._open: dict[str, tuple[Cache, torch.Tensor]] = {}
 
     def open(self, way: str, prompt: Sequence[int], batch: int, room: int) -> Opened:
-        """Read the prompt once, and copy what is held for every sequence."""
-        cache = make_cache(self.model, way)
+        """Read the prompt alone, and for several sequences once more for all of them.
+
+        A cache that is repeated would hold the pages of all sequences once.
+        """
+        cache, ids = make_cache(self.model, way), torch.tensor([prompt])
         began = time.perf_counter()
-        token = read(self.model, cache, torch.tensor([prompt])).argmax(-1)
+        token = read(self.model, cache, ids).argmax(-1)
         first = time.perf_counter() - began
-        cache.batch_repeat_interleave(batch)
-        self._open[way] = cache, token.expand(batch)[:, None]
+        if batch > 1:
+            cache = make_cache(self.model, way)
+            token = read(self.model, cache, ids.expand(batch, -1)).argmax(-1)
+        self._open[way] = cache, token[:, None]
         return Opened(first, held(cache).kv_bytes)
 
     def steps(self, way: str, count: int) -> list[float]:
@@ -62,6 +68,7 @@ class Transformers:
 def main() -> None:
     """Answer what is asked."""
     out, (_, room) = own_output(), room_given()
+    expect_native()
     engine = Transformers(room.threads)
     put(out, versions("kv-transformers", "torch", "transformers"))
     with torch.inference_mode():

@@ -8,10 +8,9 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-import torch
 from _protocol import Opened, answers, own_output, put, room_given, versions
 from _protocol import Room as Wanted
-from _vllm_engine import Ask, Room, ask
+from _vllm_engine import Ask, Room, ask, pool_bytes
 from _vllm_forced import forcing, scored
 from _vllm_turns import timed
 from _vllm_ways import BF16, FP8
@@ -42,7 +41,7 @@ class Vllm:
             self._asked.append(f"{i}")
             engine.step()
             first = first or time.perf_counter() - began
-        timed(engine, 1)  # frees what a policy let go of
+        timed(engine, 1)  # blocks of evicted tokens are freed with the next step
         return Opened(first, self._held_bytes(engine))
 
     def steps(self, way: str, count: int) -> list[float]:
@@ -76,14 +75,8 @@ class Vllm:
 
     def _held_bytes(self, engine: LLMEngine) -> int:
         """The share of the blocks that is in use, of the pool's memory."""
-        runner = engine.model_executor.driver_worker.worker.model_runner
-        pieces = {
-            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-            for t in runner.kv_caches
-            if isinstance(t, torch.Tensor)
-        }
         core = engine.engine_core.engine_core
-        return int(sum(pieces.values()) * core.scheduler.kv_cache_manager.usage)
+        return int(pool_bytes(engine) * core.scheduler.kv_cache_manager.usage)
 
 
 def main() -> None:

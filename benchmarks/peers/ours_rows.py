@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from _asking import Reading, clock, load, run
+from _native import expect_native
 from _work import Work, put, rows_out, versions
 from torch import Tensor
 
@@ -23,6 +24,7 @@ def reading(cache: Any) -> Reading:
 def main() -> None:
     """Print the rows that are asked for."""
     out, work = rows_out(), Work.read(Path(sys.argv[1]))
+    expect_native()
     put(out, versions(("kv-serve", "torch", "transformers")))
     model = load(work.model)
 

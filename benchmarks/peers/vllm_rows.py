@@ -8,8 +8,7 @@ times the tokens of the prompt, without the end of a request's last block.
 import sys
 from pathlib import Path
 
-import torch
-from _vllm_engine import Room, started
+from _vllm_engine import Room, pool_bytes, started
 from _vllm_forced import nats
 from _vllm_load import raw_token_bytes
 from _vllm_process import apart
@@ -26,14 +25,8 @@ Asked = list[tuple[Key, Ask]]
 
 def token_bytes(engine: LLMEngine) -> int:
     """Bytes that a token takes in the engine's own tensors."""
-    runner = engine.model_executor.driver_worker.worker.model_runner
-    pieces = {
-        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-        for t in runner.kv_caches
-        if isinstance(t, torch.Tensor)
-    }
     cache = engine.vllm_config.cache_config
-    return sum(pieces.values()) // (cache.num_gpu_blocks * cache.block_size)
+    return pool_bytes(engine) // (cache.num_gpu_blocks * cache.block_size)
 
 
 def answers(way: str, room: Room, asked: Asked, ends: tuple[int, ...]) -> tuple[int, list[Row]]:

@@ -4,7 +4,7 @@
 namespace kv {
 
 extern const Kernels amx_emulated_kernels = {
-    "amx-emulated", prepared_size, prepare, dot_amx, weigh_amx, soften_amx, observe, renew, widen, bound,
-    strips,         begin,         end};
+    "amx-emulated", prepared_size, prepare, dot_amx, weigh_amx, soften_amx, observe, renew, widen,
+    bound, strips, begin, end};
 
 }  // namespace kv

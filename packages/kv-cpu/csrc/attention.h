@@ -80,11 +80,11 @@ enum class Term : int { kPlain, kSquare, kEntropy, kAbove };
 // The reduction over the query heads of a KV head; the last one after the sum over queries.
 enum class Group : int { kSum, kMean, kMax, kMaxOfSums };
 
-// How scores go on with a pass of one query.
+// How scores are updated with the attention mass of one query.
 struct Renewal {
-  int32_t query;       // position of the query
-  int32_t most = 0;    // past queries count as at most these
-  float over = 0;      // scores are sums of mass / over; 0: means over queries
+  int32_t query;     // its position
+  int32_t most = 0;  // maximum weight of the past in a mean, in queries
+  float over = 0;    // scores are sums of mass / over; 0: means over queries
 };
 
 // The kernels of one instruction set. Matrices of logits and weights are group x kBlock.

@@ -1,7 +1,7 @@
 // The operator that sums the attention mass of a pass of many queries.
 #include "arguments.h"
-#include "boundary.h"
 #include "attention_mass.h"
+#include "boundary.h"
 
 namespace kv {
 namespace {

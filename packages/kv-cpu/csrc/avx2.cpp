@@ -3,6 +3,6 @@
 namespace kv {
 
 extern const Kernels avx2_kernels = {"avx2", nullptr, nullptr, dot,  weigh,
-                                       soften,  observe, renew, widen,   bound};
+                                     soften, observe, renew, widen, bound};
 
 }  // namespace kv

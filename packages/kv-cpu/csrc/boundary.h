@@ -9,7 +9,6 @@
 #include <atomic>
 #include <cstdio>
 #include <exception>
-#include <new>
 
 namespace kv {
 
@@ -44,18 +43,19 @@ void guarded(StableIValue* stack, uint64_t inputs, uint64_t outputs) {
 
 #define KV_BOX(function) (&kv::guarded<&TORCH_BOX(function)>)
 
-// f(i) for i < count, in several threads if the work justifies it.
+// f(i) for i < count, in several threads if the work justifies it; raises the first error of any.
 template <typename F>
 void for_all(int64_t count, int64_t grain, const F& f) {
   std::atomic<bool> failed{false};
+  std::exception_ptr error;
   torch::stable::parallel_for(0, count, grain < 1 ? 1 : grain, [&](int64_t first, int64_t last) {
     try {
       for (int64_t i = first; i < last; ++i) f(i);
-    } catch (...) {  // the only error of a thread is that it has no memory
-      failed = true;
+    } catch (...) {
+      if (!failed.exchange(true)) error = std::current_exception();
     }
   });
-  if (failed) throw std::bad_alloc();
+  if (error) std::rethrow_exception(error);
 }
 
 }  // namespace kv

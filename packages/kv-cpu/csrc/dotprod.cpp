@@ -12,6 +12,6 @@
 namespace kv {
 
 extern const Kernels dotprod_kernels = {"dotprod", prepared_size, prepare, dot_bytes, weigh_bytes,
-                                        soften,    observe,       renew,   widen,     bound};
+                                        soften, observe, renew, widen, bound};
 
 }  // namespace kv

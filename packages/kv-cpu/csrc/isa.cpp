@@ -108,18 +108,16 @@ const Kernels* kernels(const char* name) {
 
 int level_of(const std::string& isa) {
   if (isa == "plain") return 0;
-  if (isa == "avx2") return 1;
-#ifdef KV_ARM
-  return 1;
-#endif
 #ifdef KV_X86
+  if (isa == "avx2") return 1;
   if (isa == "avx512" || !processor().bf16) return 2;
   if (isa == "amx-emulated") return 4;
   if (has_amx()) return 5;
   // On the Intel processor that was measured, AVX512-BF16 was slower than float32.
-  if (!processor().intel) return 3;
+  return processor().intel ? 2 : 3;
+#else
+  return 1;  // NEON
 #endif
-  return 2;
 }
 
 std::string names(bool all) {

@@ -2,7 +2,7 @@
 
 namespace kv {
 
-extern const Kernels neon_kernels = {"neon", nullptr, nullptr, dot,   weigh,
-                                     soften, observe, renew,   widen, bound};
+extern const Kernels neon_kernels = {"neon", nullptr, nullptr, dot,  weigh,
+                                     soften, observe, renew, widen, bound};
 
 }  // namespace kv

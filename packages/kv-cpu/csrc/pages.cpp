@@ -5,6 +5,7 @@
 #include "marked.h"
 
 namespace kv {
+
 const Coder& coder_of(const Name& isa) {
   kernels_of(isa);
   return *coder(isa.text.c_str());

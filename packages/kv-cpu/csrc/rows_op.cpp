@@ -96,9 +96,9 @@ void copy_tokens(const View& from, int64_t first, const View& to) {
       std::memcpy(const_cast<uint8_t*>(copies.at(b, h)), rows.at(b, h), to.size(2) * to.item);
 }
 
-// Reads how scores of stored tokens go on: empty, or the most past queries of a mean (-1: all), the
-// divisor of a sum (0: a mean), and per part in pages the offset of scores, and that of positions
-// (-1: they are given).
+// Reads how scores of stored tokens are updated: not at all, or the maximum weight of the past in a
+// mean (-1: no limit), the divisor of a sum (0: a mean), and per part in pages the offset of scores
+// and that of positions (-1: they are given).
 void read_renewal(Job& job, const std::vector<int64_t>& numbers,
                   const std::vector<Tensor>& tensors,
                   std::initializer_list<std::pair<Label, const View*>> read) {

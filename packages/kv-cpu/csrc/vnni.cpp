@@ -13,6 +13,6 @@
 namespace kv {
 
 extern const Kernels vnni_kernels = {"vnni", prepared_size, prepare, dot_vnni, weigh_vnni,
-                                     soften, observe, renew, widen,   bound};
+                                     soften, observe, renew, widen, bound};
 
 }  // namespace kv

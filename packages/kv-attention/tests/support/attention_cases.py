@@ -33,7 +33,7 @@ def aligned(data: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Integers:
-    """Asymmetric integers in a BitLayout, one dimension after another."""
+    """Asymmetric integers in a BitLayout; a group of dimensions of `block` tokens has one scale."""
 
     dim: int
     bits: int
@@ -42,77 +42,39 @@ class Integers:
 
     @property
     def layout(self) -> BitLayout:
-        return BitLayout(self.dim, self.bits, self.group)
+        return BitLayout(self.dim, self.bits, self.group, self.block)
 
     @property
     def parts(self) -> tuple[int, int]:
         return self.layout.parts
 
     def encode(self, x: Tensor) -> Tensor:
-        layout, x = self.layout, x[:, 0].double()
-        data = torch.zeros(len(x), layout.stride, dtype=torch.uint8)
+        layout, x = self.layout, x.double()
+        data = torch.zeros(*x.shape[:2], layout.stride, dtype=torch.uint8)
         numbers = torch.zeros(len(x), 2, layout.groups, dtype=torch.float16)
         top = 2**self.bits - 1
         for g, of in enumerate(torch.arange(self.dim).split(self.group)):
-            zero = x[:, of].amin(1).half()
-            scale = ((x[:, of].amax(1) - zero) / top).clamp(min=1e-4).half()
-            codes = ((x[:, of] - zero[:, None]) / scale[:, None]).round().clamp(0, top)
+            zero = x[..., of].amin((1, 2)).half()
+            scale = ((x[..., of].amax((1, 2)) - zero) / top).clamp(min=1e-4).half()
+            above = x[..., of] - zero[:, None, None]
+            codes = (above / scale[:, None, None]).round().clamp(0, top).to(torch.uint8)
             numbers[:, 0, g], numbers[:, 1, g] = scale, zero
-            for d, code in zip(of.tolist(), codes.to(torch.uint8).T, strict=True):
+            for d, code in zip(of.tolist(), codes.unbind(2), strict=True):
                 byte, bit = layout.place(d)
-                data[:, byte] |= code << bit
-        return torch.cat([data, numbers.view(torch.uint8).flatten(1)], dim=1)
+                data[:, :, byte] |= code << bit
+        return torch.cat([data.flatten(1), numbers.view(torch.uint8).flatten(1)], dim=1)
 
     def decode(self, data: Tensor) -> Tensor:
-        layout = self.layout
-        numbers = aligned(data[:, layout.stride :]).view(torch.float16).double()
-        x = torch.zeros(len(data), 1, self.dim, dtype=torch.float64, device=data.device)
+        layout, split = self.layout, self.parts[0]
+        codes = data[:, :split].reshape(len(data), self.block, layout.stride)
+        numbers = aligned(data[:, split:]).view(torch.float16).double()
+        each = []
         for d in range(self.dim):
             byte, bit = layout.place(d)
-            code = (data[:, byte] >> bit) & (2**self.bits - 1)
+            code = (codes[:, :, byte] >> bit) & (2**self.bits - 1)
             scale, zero = numbers[:, d // self.group], numbers[:, layout.groups + d // self.group]
-            x[:, 0, d] = code * scale + zero
-        return x
-
-    def bound(self, x: Tensor) -> Tensor:
-        return torch.full_like(x, torch.inf)
-
-
-@dataclass(frozen=True)
-class Channels:
-    """Asymmetric integers of blocks of tokens, each dimension of a block with its own scale."""
-
-    dim: int
-    bits: int
-    block: int
-
-    @property
-    def layout(self) -> BitLayout:
-        return BitLayout(self.dim, self.bits, 1, self.block)
-
-    @property
-    def parts(self) -> tuple[int, int]:
-        return self.layout.parts
-
-    def encode(self, x: Tensor) -> Tensor:
-        x, top = x.double(), 2**self.bits - 1
-        zero = x.amin(1).half()
-        scale = ((x.amax(1) - zero) / top).clamp(min=1e-4).half()
-        codes = ((x - zero[:, None]) / scale[:, None]).round().clamp(0, top).to(torch.uint8)
-        data = torch.zeros(*x.shape[:2], self.layout.stride, dtype=torch.uint8)
-        for d in range(self.dim):
-            byte, bit = self.layout.place(d)
-            data[:, :, byte] |= codes[:, :, d] << bit
-        numbers = torch.stack((scale, zero), 1).view(torch.uint8)
-        return torch.cat([data.flatten(1), numbers.flatten(1)], dim=1)
-
-    def decode(self, data: Tensor) -> Tensor:
-        split = self.parts[0]
-        scale, zero = aligned(data[:, split:]).view(torch.float16).double().chunk(2, dim=1)
-        codes = data[:, :split].reshape(len(data), self.block, self.layout.stride)
-        places = [self.layout.place(d) for d in range(self.dim)]
-        each = [codes[:, :, byte] >> bit & 2**self.bits - 1 for byte, bit in places]
-        return torch.stack(each, 2).double() * scale[:, None] + zero[:, None]
+            each.append(code * scale[:, None] + zero[:, None])
+        return torch.stack(each, 2)
 
     def bound(self, x: Tensor) -> Tensor:
         return torch.full_like(x, torch.inf)
@@ -186,7 +148,7 @@ def codec(name: str, dim: int, group: int, block: int) -> Codec:
     if name[:-1].isdigit():
         bits = int(name[:-1])
         if name.endswith("c"):
-            return Channels(dim, bits, block)
+            return Integers(dim, bits, 1, block)
         return Rows(Integers(dim, bits, group), block)
     if name.isdigit():
         return Integers(dim, int(name), group)

@@ -46,8 +46,7 @@ def score(
     Only new tokens are scored if the selector scores them once, or if decode queries are not
     observed; attention then adjusts all scores at the end of a prompt. Nor are others scored in a
     decode step if the selector's `running` says how their scores go on, which attention may have
-    applied; either all layers are `rescored` or none. `shape` is that of the
-    model's own vectors.
+    applied; either all layers are `rescored` or none. `shape` is that of the model's own vectors.
     """
     over = now.over(len(observed))
     layers = slice(first, first + len(observed))

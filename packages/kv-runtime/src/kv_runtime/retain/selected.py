@@ -84,10 +84,10 @@ class KeepSelected:
 
     @property
     def running(self) -> Running | None:
-        """How attention in a decode step may update the scores of stored tokens."""
-        selector = self.selector
-        observed = selector.observe.generated and not selector.scores_once
-        return selector.running if observed else None
+        """How attention in a decode step may update stored scores; None: it may not."""
+        selector, observe = self.selector, self.selector.observe
+        masses_alone = observe.generated and not observe.also and not selector.scores_once
+        return selector.running if masses_alone else None
 
     def prepare(self, batch: Batch, now: Forward) -> None:
         """Choose the sequences of a prefill's plan; pages are reserved when the plan is made."""
