@@ -19,6 +19,7 @@ from tools.sessions import (
     build_settings,
     built,
     check_siblings,
+    find_links,
     install,
     install_vllm,
     install_wheel,
@@ -118,9 +119,9 @@ def wheels(session: nox.Session) -> None:
     """
     paths = {name: built(session, name) for name in PACKAGES}
     given = [str(path) for path in paths.values()]
-    index = ("--find-links", str(next(iter(paths.values())).parent))
+    links = find_links(next(iter(paths.values())).parent)
     renew = flags("--reinstall-package", paths)
-    install(session, "kv-serve[cpu,eval]", *index, "--no-sources", *renew)
+    install(session, "kv-serve[cpu,eval]", "--no-sources", *renew, env=links)
     check_siblings(session, PACKAGES, from_wheels=True)
     session.run("python", str(ROOT / "tools" / "wheels.py"), *given, env=variables(session))
 

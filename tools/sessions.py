@@ -117,6 +117,16 @@ def index_variables() -> dict[str, str]:
     return environment.uv_variables(environment.configured(), os.environ)
 
 
+def find_links(folder: Path) -> dict[str, str]:
+    """Return the variable that adds a folder of wheels to those already configured.
+
+    uv's option `--find-links` would replace them, and with them the CPU build of torch.
+    """
+    name = "UV_FIND_LINKS"
+    known = os.environ.get(name) or index_variables().get(name)
+    return {name: ",".join(filter(None, (known, str(folder))))}
+
+
 @functools.cache
 def torch_build(*, gpu: bool) -> environment.Torch:
     """Return the build of torch to install."""
