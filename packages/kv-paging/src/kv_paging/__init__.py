@@ -3,6 +3,7 @@
 from kv_paging.checks import PoolExhausted
 from kv_paging.head_pages import (
     adopt_all,
+    branch_all,
     clear_all,
     expect_joined,
     join_all,
@@ -49,6 +50,7 @@ __all__ = [
     "VectorNames",
     "adopt_all",
     "back_with_huge_pages",
+    "branch_all",
     "can_capture_pages",
     "clear_all",
     "expect_joined",

@@ -211,6 +211,19 @@ class HeadPages:
         """Return the pages of each sequence over all layers and heads, without synchronizing."""
         return self._pages_for(self._length.long()).sum((0, 2))
 
+    def shared_pages(self) -> Int[Tensor, " B"]:
+        """Count each sequence's pages that other rows hold, too.
+
+        Synchronizes with the device if the pool shares pages.
+        """
+        lead = self._length.shape
+        if not self.pool.shares or not lead[1]:
+            return self._length.new_zeros(lead[1], dtype=torch.long)
+        held = self.held_pages()
+        row, column = spread(torch.zeros_like(held), held, int(held.sum()))
+        shared = self.pool.shared(self._table.lookup(row, column)).long()
+        return held.new_zeros(len(held)).index_add_(0, row, shared).view(lead).sum((0, 2))
+
     def table_rows(self, layers: slice = _ALL) -> Int[Tensor, " S"]:
         """Return the ids of the table rows of some layers: ((layer * B) + sequence) * H + head."""
         every = self._length.numel()
@@ -382,6 +395,30 @@ class HeadPages:
         self._note_change()
         other._empty()
 
+    def _branch(
+        self,
+        sequence: int,
+        other: "HeadPages",
+        full: Tensor,
+        copied: Tensor,
+        joint: int,
+        total: int,
+    ) -> None:
+        """Give the other's only sequence the first `full` pages, and copies of the next `copied`.
+
+        `joint` and `total` are the sums of both.
+        """
+        rows = self.table_rows().view(self._length.shape)[:, sequence].flatten()
+        if not other._table.reverse:  # the right side is given with the left
+            other._table.take(self._table, rows)
+        other._length = self._length[:, sequence : sequence + 1].clone()
+        if joint:
+            self.pool.share(other._table.within(full, joint))
+        if total:
+            other._copy(full, copied, total)
+        other._longest = self.longest
+        other._note_change()
+
     def _empty(self) -> None:
         """Remove all sequences; their pages are free, or belong to other stores."""
         if not self._table.reverse:
@@ -449,6 +486,48 @@ def adopt_all(sequence: int, mine: Sequence[HeadPages], theirs: Sequence[HeadPag
     expect_joined(mine, theirs)
     for store, other in zip(mine, theirs, strict=True):
         store._adopt(sequence, other)
+
+
+def branch_all(
+    sequence: int,
+    mine: Sequence[HeadPages],
+    theirs: Sequence[HeadPages],
+    shared: Sequence[HeadPages] = (),
+    *,
+    whole: bool = False,
+) -> None:
+    """Give the only sequence of `theirs`, which is empty, the tokens of one of `mine`, or none.
+
+    In `shared` stores both hold the same full pages, and the last one, which is appended to, is
+    copied; in others all pages are. With `whole` no page is copied: then one of the two must be
+    released before either changes.
+
+    Synchronizes with the device once.
+
+    Raises:
+        PoolExhausted: too few pages for the copies; nothing has changed.
+        ValueError: as `expect_joined`, or the sequence does not exist.
+    """
+    expect_joined(mine, theirs)
+    pool, sequences = mine[0].pool, mine[0].length.shape[1]
+    if not 0 <= sequence < sequences:
+        raise ValueError(f"sequence {sequence} does not exist; there are {sequences}")
+    held, full = [], []
+    for store in mine:
+        length = store.length[:, sequence].flatten().long()
+        held.append(pages_for(length, store.layout.tokens))
+        if whole:
+            full.append(held[-1])
+        elif any(store is each for each in shared):
+            full.append(length // store.layout.tokens)
+        else:
+            full.append(torch.zeros_like(length))
+    copied = [each - first for each, first in zip(held, full, strict=True)]
+    known = torch.stack([each.sum() for each in (*full, *copied)]).tolist()
+    joint, totals = known[: len(mine)], known[len(mine) :]
+    pool.reserve(sum(totals))  # the only step that can fail
+    for store, other, *pages in zip(mine, theirs, full, copied, joint, totals, strict=True):
+        store._branch(sequence, other, *pages)
 
 
 def clear_all(stores: Sequence[HeadPages], sequences: Int[Tensor, " n"]) -> None:

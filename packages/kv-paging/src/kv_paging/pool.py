@@ -167,6 +167,12 @@ class PagePool:
             self._owners = Owners.of(self.capacity, self.device)
         self._owners.add(pages)
 
+    def shared(self, pages: Int[Tensor, " n"]) -> Bool[Tensor, " n"]:
+        """Return which pages have several owners."""
+        if self._owners is None:
+            return torch.zeros_like(pages, dtype=torch.bool)
+        return self._owners.more[pages] > 0
+
     def freed_by(self, pages: Int[Tensor, " n"]) -> int:
         """Return how many pages are free after `release`; synchronizes if the pool shares some."""
         return len(pages) if self._owners is None else self._owners.freed_by(pages)

@@ -78,6 +78,11 @@ class PerHeadRankTiers(Sequences):
         return tuple(store for tiers in self.each for store in tiers.parts)
 
     @property
+    def settled(self) -> tuple[TokenStore, ...]:
+        """The stores whose full pages do not change when tokens are appended."""
+        return tuple(store for tiers in self.each for store in tiers.settled)
+
+    @property
     def in_blocks(self) -> bool:
         """Whether some tier encodes several tokens together; then steps synchronize."""
         return self.each[0].in_blocks

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kv_paging.head_pages import (
     HeadPages,
+    branch_all,
     clear_all,
     move_together,
     release_all,
@@ -41,6 +42,11 @@ class Sequences(ABC):
     def parts(self) -> tuple[TokenStore, ...]:
         """The stores of all kinds, each with vectors of one rank."""
 
+    @property
+    @abstractmethod
+    def settled(self) -> tuple[TokenStore, ...]:
+        """The stores whose full pages do not change when tokens are appended."""
+
     def pages(self) -> Int[Tensor, " n"]:
         """Return the ids of all pages held by the tiers; for `PagePool.check`."""
         return torch.cat([store.pages() for store in self.parts])
@@ -67,6 +73,40 @@ class Sequences(ABC):
             ValueError: a sequence does not exist, or none is named.
         """
         select_all((*self.parts, *also), source, self.parts if share else ())
+
+    def branch(
+        self,
+        sequence: int,
+        other: "Sequences",
+        also: Sequence[tuple[HeadPages, HeadPages]] = (),
+        *,
+        share: bool = False,
+        whole: bool = False,
+    ) -> None:
+        """Give the only sequence of empty tiers over the pool the tokens of one of these.
+
+        Args:
+            sequence: its number.
+            other: the empty tiers.
+            also: further stores of both, over the same pool.
+            share: whether both hold the same full pages, as for `select`; residuals of blocks and
+                pages of `also` are copied.
+            whole: whether no page is copied; then one of the two must be released before either
+                changes.
+
+        Raises:
+            PoolExhausted: too few pages for the copies; nothing has changed.
+            ValueError: as `join`, or the sequence does not exist; nothing has changed.
+        """
+        self._expect_type(other)
+        mine = (*self.parts, *(each for each, _ in also))
+        theirs = (*other.parts, *(each for _, each in also))
+        branch_all(sequence, mine, theirs, self.settled if share else (), whole=whole)
+
+    def shared_pages(self) -> Int[Tensor, " B"]:
+        """Count each sequence's pages that others hold, too; without synchronizing if none are."""
+        each = [store.shared_pages() for store in self.parts]
+        return torch.stack(each).sum(0)
 
     def own(self) -> None:
         """Copy the pages that several sequences hold; see `HeadPages.own`.

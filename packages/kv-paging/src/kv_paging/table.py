@@ -159,6 +159,10 @@ class PageTable:
         self.ids.view(*lead, width)[:, sequence] = ids.reshape(layers, heads, width)
         other._shared.ids = other.ids[:0]
 
+    def take(self, other: "PageTable", table_rows: Int[Tensor, " n"]) -> None:
+        """Have copies of the rows of another table in place of all of this one, on both sides."""
+        self._shared.ids = other.ids[table_rows]
+
     def block(self, table_rows: Int[Tensor, " S"], columns: int) -> Int[Tensor, "S columns"]:
         """Return the first `columns` page ids of table rows, including stale ones; all exist."""
         if self.reverse:

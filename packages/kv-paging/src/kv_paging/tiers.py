@@ -97,6 +97,12 @@ class Tiers(Sequences):
         return self.stores
 
     @property
+    def settled(self) -> tuple[TokenStore, ...]:
+        """The stores whose full pages do not change when tokens are appended."""
+        each = (m.blocks if isinstance(m, ResidualTier) else m for m in self._members)
+        return tuple(each)
+
+    @property
     def members(self) -> tuple[TokenStore | ResidualTier, ...]:
         """The tiers, each one or two stores."""
         return self._members

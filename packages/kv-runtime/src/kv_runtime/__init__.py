@@ -3,6 +3,7 @@
 from kv_runtime.accounting import (
     AHEAD,
     Account,
+    budget_tokens,
     chunk_budget,
     fit_page,
     kept_tokens,
@@ -29,6 +30,7 @@ from kv_runtime.layout import Layout
 from kv_runtime.measure import HeldCopy, Measured, Meter, RequestHeld, held_by
 from kv_runtime.memory import MemoryReport
 from kv_runtime.outermost import Outermost
+from kv_runtime.prefixes import PrefixPages, StoredPrefixes, lends
 from kv_runtime.replay import ReplayChunk, Rereading
 from kv_runtime.requests import RequestBatch, RequestRows, RequestStep
 from kv_runtime.retain.plans import TurnCounts
@@ -69,6 +71,7 @@ __all__ = [
     "Outermost",
     "Place",
     "PolicyCache",
+    "PrefixPages",
     "ReplayChunk",
     "RequestBatch",
     "RequestHeld",
@@ -79,10 +82,12 @@ __all__ = [
     "Serving",
     "SlotLayer",
     "SlotStep",
+    "StoredPrefixes",
     "Tally",
     "TokenRows",
     "TurnCounts",
     "backend_for",
+    "budget_tokens",
     "captures",
     "captures_pages",
     "check_basis",
@@ -100,6 +105,7 @@ __all__ = [
     "holding",
     "joined_ropes",
     "kept_tokens",
+    "lends",
     "model_frequencies",
     "needs_rotation",
     "probe_positions",

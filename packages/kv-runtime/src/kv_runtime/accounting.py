@@ -102,6 +102,15 @@ class Account:
         """
         return held + sum(each.pages(tokens) for each in self.table_rows)
 
+    def branched(self, tokens: int) -> int:
+        """Return the most pages that a sequence holds alone, `tokens` tokens after a stored prefix.
+
+        It holds the full pages of the prefix, too, while it only appends to them; see
+        `PolicyCache.branch`.
+        """
+        copied = sum(each.count * (1 + each.partial) for each in self.table_rows)
+        return self.later(self.window_pages + copied, tokens)
+
     def planned(self, tokens: int, kept: int | None, later: int) -> int:
         """Return the maximum pages of a sequence whose prompt is planned after each chunk.
 
@@ -187,13 +196,26 @@ def request_pages(policy: KVPolicy, account: Account, tokens: int) -> int:
 
 def kept_tokens(policy: KVPolicy, tokens: int, token_bytes: int) -> int:
     """Return the mean number of prompt tokens kept per head; without a budget, all of them."""
+    window = policy.formats.window if policy.formats is not None else 0
+    return min(tokens, budget_tokens(policy, tokens, token_bytes) + window)
+
+
+def budget_tokens(
+    policy: KVPolicy, tokens: int, token_bytes: int, budget: Budget | None = None
+) -> int:
+    """Return the mean number of tokens per head that a plan keeps outside the raw window.
+
+    Args:
+        policy: the policy.
+        tokens: of the prompt; all are kept without a budget.
+        token_bytes: bytes of a token of the first tier, over all layers and heads.
+        budget: of a request, instead of the policy's.
+    """
     selector = None if policy.selector is None else complete(policy.selector)
     if selector is None or selector.budget is None:
         return tokens
-    least = max(1, selector.protected)
-    kept = int(selector.budget.resolve(torch.tensor([tokens]), token_bytes, least))
-    window = policy.formats.window if policy.formats is not None else 0
-    return min(tokens, kept + window)
+    least, given = max(1, selector.protected), budget or selector.budget
+    return int(given.resolve(torch.tensor([tokens]), token_bytes, least))
 
 
 def _alike(count: int, tiers: tuple[PageLayout, ...], window: int) -> AlikeRows:

@@ -37,6 +37,11 @@ class Batch:
     shares: bool = field(default=False)  # the pool is shared with other batches
     record: Columns | None = field(default=None)  # which columns hold tokens; None: not recorded
     vacant: set[int] = field(default_factory=set)  # sequences of no request, which have no tokens
+    lent: Int[Tensor, " B"] = field(init=False)  # pages that a stored prefix holds, too
+
+    def __post_init__(self) -> None:
+        """Start without pages of prefixes."""
+        self.lent = torch.zeros_like(self.seen)
 
     @classmethod
     def allocate(
@@ -323,7 +328,7 @@ class Batch:
         self.tiers.adopt(sequence, other.tiers)
         if self.window is not None and other.window is not None:
             self.window.adopt(sequence, other.window)
-        self.seen[sequence] = other.seen[0]
+        self.seen[sequence], self.lent[sequence] = other.seen[0], other.lent[0]
         self.vacant.discard(sequence)
         other._forget()
 
@@ -333,7 +338,7 @@ class Batch:
         self.tiers.clear_in_place(rows, also=self._beside)
         if self.window is not None:
             self.window.clear(rows)
-        self.seen[rows] = 0
+        self.seen[rows] = self.lent[rows] = 0
         self.vacant.update(sequences)
 
     def select(self, source: Int[Tensor, " B2"], *, share: bool = False) -> None:
@@ -350,7 +355,35 @@ class Batch:
             self.window.reorder(source)
         if self.record is not None:
             self.record.select(source)
-        self.seen = self.seen[source]
+        self.seen, self.lent = self.seen[source], self.lent[source]
+
+    def branch(self, sequence: int, other: "Batch", *, share: bool, whole: bool = False) -> None:
+        """Let the only sequence of an empty batch over the same pool continue one of these.
+
+        Args:
+            sequence: its number.
+            other: the empty batch, whose sequence is vacant.
+            share: whether both hold the same full pages; otherwise they are copied.
+            whole: whether no page is copied; then one of the two must be released before either
+                changes.
+
+        Raises:
+            kv_paging.PoolExhausted: too few pages for copies; nothing has changed.
+        """
+        also = tuple(zip(self._beside, other._beside, strict=True))
+        self.tiers.branch(sequence, other.tiers, also, share=share, whole=whole)
+        if self.window is not None and other.window is not None:
+            self.window.branch(sequence, other.window)
+        other.seen = self.seen[sequence : sequence + 1].clone()
+        other.columns, other.started = self.columns, True
+        other.vacant.clear()
+
+    def note_lent(self) -> None:
+        """Count the pages that stored prefixes hold, too; they stay theirs while tokens are added.
+
+        Synchronizes with the device if the pool shares pages.
+        """
+        self.lent.copy_(self.tiers.shared_pages())
 
     def join(self, other: "Batch") -> None:
         """Append the sequences of a batch over the same pool, which empties it.
@@ -367,6 +400,7 @@ class Batch:
         if self.window is not None and other.window is not None:
             self.window.join(other.window)
         self.seen = torch.cat((self.seen, other.seen))
+        self.lent = torch.cat((self.lent, other.lent))
         self.columns = max(self.columns, other.columns)
         self.started = self.started and other.started
         other._forget()
@@ -380,6 +414,7 @@ class Batch:
 
     def _forget(self) -> None:
         self.seen, self.columns, self.record = self.seen[:0], 0, None
+        self.lent = self.lent[:0]
         self.started = True  # vacuously true
 
     def pages_used(self) -> Int[Tensor, " B"]:

@@ -42,10 +42,9 @@ from kv_runtime.saved import (
     CacheState,
     expect_facts,
     expect_state,
+    facts_of,
     fill,
-    name_of,
     plans_of,
-    sizes_of,
     tensors_of,
 )
 from kv_runtime.shared_layer import SharedLayer
@@ -624,6 +623,28 @@ class PolicyCache:
             mine.join(theirs)
         other.reset()
 
+    def branch(self, sequence: int = 0, *, whole: bool = False) -> "PolicyCache":
+        """Return a cache over the same pool that continues one of the sequences.
+
+        Both hold the same full pages if the policy only appends generated tokens; otherwise pages
+        are copied, as are later those in which tokens are evicted, moved or scored. `whole` as for
+        `Batch.branch`.
+
+        Raises:
+            kv_paging.PoolExhausted: too few pages for copies; nothing has changed.
+            RuntimeError: a pass is unfinished.
+            ValueError: there are no tokens, prompts are unfinished, or the pool is not shared.
+        """
+        self._expect_no_pass()
+        checks.check_branch(self.batch, over_shared=self._pool is not None, goes_on=self._goes_on)
+        assert self.batch is not None, "checked"
+        made = self.another()
+        batch = made._allocate(1, vacant=True)
+        self.batch.branch(sequence, batch, share=self._keeper.grows, whole=whole)
+        self._keeper.branch(sequence, made._keeper)
+        made.batch = batch
+        return made
+
     def failures(self) -> dict[int, Exception]:
         """Return and clear the selector's errors by sequence, if the cache is careful."""
         return self._keeper.failures() if isinstance(self._keeper, KeepSelected) else {}
@@ -675,11 +696,7 @@ class PolicyCache:
             ValueError: the policy does not support it, the pool is shared, or columns are too few.
         """
         self._expect_no_pass()
-        if not self.rolls_back:
-            raise ValueError(
-                f"{self.policy} cannot take tokens back; use a policy that keeps every token and "
-                "has no raw window, such as k8v4"
-            )
+        checks.check_rolls_back(self.policy, self.rolls_back)
         if columns and self.batch is None:
             raise ValueError(f"{columns} columns cannot be taken back: the cache holds none")
         if columns and self.batch is not None:
@@ -694,17 +711,7 @@ class PolicyCache:
         if self.batch is None or not self.batch.columns:
             raise ValueError("an empty cache has no state; run a forward pass over a prompt first")
         plans = self._keeper.plans() if isinstance(self._keeper, KeepSelected) else None
-        return CacheFacts(
-            policy=str(self.policy),
-            sizes=sizes_of(self.layout.shape),
-            dtype=name_of(self.layout.shape.dtype),
-            sequences=len(self.batch.seen),
-            columns=self.batch.columns,
-            basis=None if self.bases is None else self.bases.digest(),
-            folded=() if self.bases is None else tuple(sorted(self.bases.folded)),
-            turns=None if plans is None else plans.turns,
-            budgets=None if plans is None else plans.budget_texts,
-        )
+        return facts_of(self.policy, self.layout, self.bases, self.batch, plans)
 
     def state(self) -> CacheState:
         """Return the state between two passes, for `restore`; it has no pages.

@@ -203,6 +203,32 @@ def check_goes_on(batch: Batch | None, sequences: int, columns: int) -> None:
         )
 
 
+def check_branch(batch: Batch | None, *, over_shared: bool, goes_on: bool) -> None:
+    """Raise if no other cache can continue a sequence of this one.
+
+    Raises:
+        ValueError: there are no tokens, prompts are unfinished, or the pool is not shared.
+    """
+    if batch is None or goes_on or not over_shared:
+        raise ValueError(
+            "a sequence is continued in another cache if it has tokens of a finished prompt, over "
+            "a pool that both share; use copy.deepcopy for a cache with a pool of its own"
+        )
+
+
+def check_rolls_back(policy: KVPolicy, can: bool) -> None:
+    """Raise unless the newest tokens can be removed.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    if not can:
+        raise ValueError(
+            f"{policy} cannot take tokens back; use a policy that keeps every token and has no raw "
+            "window, such as k8v4"
+        )
+
+
 def shared_out(
     budgets: Sequence[Budget | None] | None, sequences: int
 ) -> tuple[Budget | None, ...] | None:

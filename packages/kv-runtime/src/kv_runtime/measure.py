@@ -32,6 +32,9 @@ class Measured:
     seconds: float  # spent in planning
     dropped: int = 0  # tokens evicted since the last measurement, summed over layers and KV heads
     saved: int = 0  # bytes saved since then, see `Meter`
+    prefix_bytes: int = 0  # of stored prefixes
+    prefix_hits: int = 0  # requests that continued one since the last measurement
+    prefix_tokens: int = 0  # tokens that these did not read
     # Of an earlier measurement with memory held, after which none is:
     earlier_computed: int = 0
     earlier_held_bytes: int = 0
@@ -51,6 +54,9 @@ class Measured:
             seconds=max(self.seconds, other.seconds),
             dropped=self.dropped + other.dropped,
             saved=self.saved + other.saved,
+            prefix_bytes=self.prefix_bytes + other.prefix_bytes,
+            prefix_hits=max(self.prefix_hits, other.prefix_hits),
+            prefix_tokens=max(self.prefix_tokens, other.prefix_tokens),
             earlier_computed=max(self.earlier_computed, other.earlier_computed),
             earlier_held_bytes=self.earlier_held_bytes + other.earlier_held_bytes,
             earlier_full_bytes=self.earlier_full_bytes + other.earlier_full_bytes,
@@ -71,6 +77,8 @@ class Measured:
             seconds=self.seconds + later.seconds,
             dropped=self.dropped + later.dropped,
             saved=self.saved + later.saved,
+            prefix_hits=self.prefix_hits + later.prefix_hits,
+            prefix_tokens=self.prefix_tokens + later.prefix_tokens,
         )
 
     def gauges(self) -> dict[str, int | float]:
@@ -80,6 +88,7 @@ class Measured:
             "tokens_kept": self.kept / self.table_rows,
             "pages_used": self.pages_used,
             "pages_free": self.pages_free,
+            "prefix_bytes": self.prefix_bytes,
         }
         computed, held, full = self._held()
         if not computed or not held:
@@ -99,13 +108,15 @@ class Measured:
             "compression_seconds": self.seconds,
             "tokens_dropped": self.dropped / self.table_rows,
             "bytes_saved": self.saved,
+            "prefix_hits": self.prefix_hits,
+            "prefix_tokens": self.prefix_tokens,
         }
 
 
 class RequestHeld(NamedTuple):
     """A request's pages and tokens after a step."""
 
-    pages: int
+    pages: int  # those of stored prefixes not counted
     computed: int  # tokens
     kept: int  # kept tokens, summed over layers and KV heads
 
@@ -133,7 +144,12 @@ class Meter:
         return self.shape.layers * self.shape.kv_heads
 
     def step(
-        self, pool: PagePool, held: Mapping[int, RequestHeld], *, read: bool = False
+        self,
+        pool: PagePool,
+        held: Mapping[int, RequestHeld],
+        beside: int = 0,
+        *,
+        read: bool = False,
     ) -> Measured | None:
         """End a step; measure after the first, every `EVERY` steps, and after large changes.
 
@@ -142,6 +158,7 @@ class Meter:
         Args:
             pool: the page pool.
             held: pages and tokens of requests, by serial.
+            beside: pages of stored prefixes.
             read: whether a prefill finished in this step.
 
         Returns:
@@ -151,7 +168,7 @@ class Meter:
         was, self.steps = self.steps, self.steps + 1 if held else 0
         planned = self.tally.plans != self.told.plans
         due = was % EVERY == 0 or read or planned if held else was > 0
-        return self._count(pool, held) if due else None
+        return self._count(pool, held, beside) if due else None
 
     def _note(self, held: Mapping[int, RequestHeld], page_bytes: int) -> None:
         before, self.most = self.most, {}
@@ -164,12 +181,12 @@ class Meter:
             self.dropped, self.saved = self.dropped + now[0] - dropped, self.saved + now[1] - saved
             self.most[serial] = now
 
-    def _count(self, pool: PagePool, held: Mapping[int, RequestHeld]) -> Measured:
+    def _count(self, pool: PagePool, held: Mapping[int, RequestHeld], beside: int) -> Measured:
         pages = sum(each.pages for each in held.values())
         computed = sum(each.computed for each in held.values())
         found = Measured(
-            pages_used=pages,
-            pages_free=pool.capacity - pages,
+            pages_used=pages + beside,
+            pages_free=pool.capacity - pages - beside,
             held_bytes=pages * pool.page_bytes,
             full_bytes=computed * self.shape.token_bytes,
             kept=sum(each.kept for each in held.values()),
@@ -179,6 +196,7 @@ class Meter:
             seconds=self.tally.seconds - self.told.seconds,
             dropped=self.dropped,
             saved=self.saved,
+            prefix_bytes=beside * pool.page_bytes,
         )
         self.told, self.dropped, self.saved = replace(self.tally), 0, 0
         return found
@@ -217,7 +235,7 @@ def held_by(batch: Batch, *, kept: bool) -> list[RequestHeld]:
 
 def held_numbers(batch: Batch, *, kept: bool) -> Int[Tensor, "B 3"]:
     """Return the fields of `RequestHeld` of each sequence, in new memory on the device."""
-    pages, tokens = batch.pages_used(), torch.zeros_like(batch.seen)
+    pages, tokens = batch.pages_used() - batch.lent, torch.zeros_like(batch.seen)
     if kept:
         tokens = batch.tiers.counts().sum((0, 1, 3))
         if batch.window is not None:

@@ -1,9 +1,12 @@
 """The requests of an engine over one page pool: separate prefill, batched decode."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
+from types import MappingProxyType
+from typing import Final
 
 import torch
 from jaxtyping import Float, Int
@@ -14,7 +17,10 @@ from kv_policy import Budget
 from kv_runtime.cache import PolicyCache
 from kv_runtime.fixed_rows import FixedRows
 from kv_runtime.measure import HeldCopy, RequestHeld, held_numbers
+from kv_runtime.prefixes import StoredPrefixes, lends
 from kv_runtime.token_rows import TokenRows
+
+NOTHING: Final[Mapping[str, int]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +28,20 @@ class RequestStep:
     """One request in an engine's step."""
 
     request: str
-    computed: int  # tokens computed before the step; 0 starts the request, also after a preemption
+    computed: int  # tokens computed before the step
     tokens: int  # in the step
     prompt: int  # tokens of the prefill, including generated ones after a preemption
     budget: Budget | None = None  # overrides the policy's budget
     serial: int = 0  # unique number of this start of the request
     refused: str | None = None  # why the request cannot be served; it fails with this message
+    base: int | None = None  # a stored prefix that the request continues, in its first step
+    boundary: int | None = None  # tokens that are compressed before later ones are read
+    keep: int | None = None  # the number under which the state after the step is stored
+
+    @property
+    def starts(self) -> bool:
+        """Whether the request starts, also after a preemption."""
+        return self.computed == 0 or self.base is not None
 
     @property
     def is_prefill(self) -> bool:
@@ -36,8 +50,16 @@ class RequestStep:
 
     @property
     def is_partial_prefill(self) -> bool:
-        """Whether a later step prefills the rest of the prompt."""
-        return self.computed + self.tokens < self.prompt
+        """Whether a later step reads more tokens before they are compressed."""
+        reached, stop = self.computed + self.tokens, self.prompt
+        if self.boundary is not None and self.computed < self.boundary:
+            stop = min(stop, self.boundary)
+        return reached < stop
+
+    @property
+    def ends_prefill(self) -> bool:
+        """Whether the whole prompt has been read after the step."""
+        return self.is_prefill and self.computed + self.tokens >= self.prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +98,7 @@ class RequestBatch:
         serials: serials of all current requests.
         attended: whether the tokens of the step went through all layers, or there are none.
         failed: serials of failed requests that have not been freed.
+        prefixes: states of requests at boundaries.
         replayed: whether a captured step was launched in place of the layers, as far as the host
             knows: none has attended, and all could.
     """
@@ -93,24 +116,38 @@ class RequestBatch:
     attended: bool = True
     serials: dict[str, int] = field(default_factory=dict)
     failed: dict[str, int] = field(default_factory=dict)
+    prefixes: StoredPrefixes = field(default_factory=StoredPrefixes)
     replayed: bool = False
     _fixed: FixedRows | None = None  # None: the memory of decoding requests changes its place
     _opened: bool = False  # the rows of the current step are known
     _begun: bool = False  # a layer has attended in the current step
     _stepped: bool = False  # requests decode in the current step
 
-    def begin(self, steps: Mapping[int, RequestStep], gone: Iterable[str]) -> None:
+    def begin(
+        self,
+        steps: Mapping[int, RequestStep],
+        gone: Iterable[str],
+        kept: Mapping[str, int] = NOTHING,
+        dropped: Collection[int] = (),
+    ) -> None:
         """Begin a step, and free the requests that ended or restart.
 
         Args:
             steps: the requests of the step, by their keys in the engine's tensors.
             gone: requests that finished, were cancelled or preempted.
+            kept: numbers under which the states of requests that finished are stored.
+            dropped: prefixes to release.
         """
+        for name, number in kept.items():
+            if name in self.names and name not in self.failed:
+                assert self.decoding is not None, "it has the sequences of these names"
+                self.prefixes.move(number, self.decoding, self.names.index(name))
+        self.prefixes.drop(dropped)
         self._steps, self._parts, self._lost, self._more = steps, [], [], False
         self._opened = self._begun = self._stepped = self.replayed = False
         self.attended = not steps
-        again = (step.request for step in steps.values() if step.computed == 0)
-        self._drop({*gone, *again})
+        again = (step.request for step in steps.values() if step.starts)
+        self._drop({*gone, *kept, *again})
         self.serials |= {step.request: step.serial for step in steps.values()}
 
     def compress(self) -> set[str]:
@@ -128,7 +165,7 @@ class RequestBatch:
     def rename(self, ids: Int[Tensor, " P1"]) -> None:
         """Replace page id i by ids[i], after `PagePool.withdraw` moved pages between steps."""
         decoding = () if self.decoding is None else (self.decoding,)
-        for cache in (*self.prefills.values(), *decoding):
+        for cache in (*self.prefills.values(), *decoding, *self.prefixes.caches.values()):
             if cache.batch is not None:
                 cache.batch.rename(ids)
 
@@ -196,6 +233,7 @@ class RequestBatch:
                 self._fail(self.decoding, error)
         self._stepped = False
         self._expel()
+        self._keep()
         self._let_decode()
 
     def fix(self, requests: int, tokens: int) -> None:
@@ -338,7 +376,10 @@ class RequestBatch:
         try:
             if step.refused is not None:
                 raise ValueError(step.refused)
-            if step.computed == 0:
+            if step.base is not None:
+                self.prefills[step.request] = made = self.prefixes.begin(step.base)
+                self._note_lent(made, read=False)
+            elif step.starts:
                 self.prefills[step.request] = self.empty.another(step.budget)
             cache = self.prefills[step.request]
         except Exception as error:
@@ -353,12 +394,26 @@ class RequestBatch:
         self._parts = [*self._parts, part]
         self._attempt(part, partial(part.begin, prompt=prompt, more=more))
 
+    def _keep(self) -> None:
+        """Store the states of requests at their boundaries."""
+        for step in self._steps.values():
+            cache = self.prefills.get(step.request)
+            if step.keep is None or cache is None:
+                continue
+            with suppress(PoolExhausted):  # the request does not depend on it
+                self.prefixes.store(step.keep, cache)
+                self._note_lent(cache, read=False)
+
+    def _note_lent(self, cache: PolicyCache, *, read: bool) -> None:
+        if self.prefixes.caches and cache.batch is not None and lends(cache.policy, read=read):
+            cache.batch.note_lent()
+
     def _let_decode(self) -> None:
         """Join requests with a finished prefill to the decoding ones."""
         for step in self._steps.values():
-            whole = step.is_prefill and not step.is_partial_prefill
-            if whole and step.request in self.prefills:
+            if step.ends_prefill and step.request in self.prefills:
                 cache = self.prefills.pop(step.request)
+                self._note_lent(cache, read=True)
                 if self._fixed is not None:
                     place = self.names.index("")
                     self._fixed.cache.adopt(place, cache)

@@ -76,6 +76,23 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def facts_of(
+    policy: KVPolicy, layout: Layout, bases: Bases | None, batch: Batch, plans: Plans | None
+) -> CacheFacts:
+    """Return what the state of a batch is of."""
+    return CacheFacts(
+        policy=str(policy),
+        sizes=sizes_of(layout.shape),
+        dtype=name_of(layout.shape.dtype),
+        sequences=len(batch.seen),
+        columns=batch.columns,
+        basis=None if bases is None else bases.digest(),
+        folded=() if bases is None else tuple(sorted(bases.folded)),
+        turns=None if plans is None else plans.turns,
+        budgets=None if plans is None else plans.budget_texts,
+    )
+
+
 def tensors_of(batch: Batch, plans: Plans | None) -> dict[str, Tensor]:
     """List the state of a batch; synchronizes with the device.
 

@@ -14,4 +14,7 @@ SOME = Measured(
     seconds=0.5,
     dropped=24,
     saved=900,
+    prefix_bytes=60,
+    prefix_hits=3,
+    prefix_tokens=90,
 )

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 POLICY = "kv-compress:rate=2+k8v4"
 IDLE = replace(SOME, pages_used=0, pages_free=10, held_bytes=0, full_bytes=0, kept=0, computed=0)
+IDLE = replace(IDLE, prefix_bytes=0)
 
 
 @pytest.fixture
@@ -58,12 +59,15 @@ def test_stats_join_over_time_and_are_read_by_people() -> None:
         "tokens_kept": 0,
         "pages_used": 0,
         "pages_free": 10,
+        "prefix_bytes": 0,
         "kv_bytes_per_token": 15,  # of when memory was last held
         "compression_ratio": 4,
         "compression_passes": 2,
         "compression_seconds": 1,
         "tokens_dropped": 12,
         "bytes_saved": 1800,
+        "prefix_hits": 6,
+        "prefix_tokens": 180,
     }
     nothing = PagesConnector.build_kv_connector_stats()
     assert nothing is not None
@@ -100,6 +104,9 @@ def test_prometheus_is_told_by_vllms_own_way() -> None:
     assert sample("compression_seconds_total", "1") == 1
     assert sample("tokens_dropped_total", "1") == 12
     assert sample("bytes_saved_total", "1") == 1800
+    assert sample("prefix_bytes", "1") == 0
+    assert sample("prefix_hits_total", "1") == 6
+    assert sample("prefix_tokens_total", "1") == 180
     assert sample("compression_passes_total", "0") == 0
 
 
@@ -185,7 +192,7 @@ def test_a_connector_that_only_the_engine_knows_of_sends_nothing(
             told.append({each.name: each for each in engine.get_metrics()})
     names = [sorted(name for name in each if "kv_serve" in name) for each in told]
     assert names[0] == []
-    assert len(names[1]) == 10
+    assert len(names[1]) == 13
 
 
 def test_a_connector_is_refused_where_nothing_is_counted(

@@ -287,7 +287,8 @@ def test_a_policy_that_can_drop_nothing_is_warned_of_at_the_start(
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     policy = parse(text)
     coordinator = SimpleNamespace(single_type_managers=[manager_of(policy, SHAPE, 400)])
-    SchedulerState.over(policy, SimpleNamespace(coordinator=coordinator), longest)
+    managers = SimpleNamespace(coordinator=coordinator, enable_caching=False)
+    SchedulerState.over(policy, managers, longest)
     said = [record.getMessage() for record in caplog.records]
     assert any(
         f"keeps every token of a request of max_model_len, {longest}" in x for x in said

@@ -77,6 +77,9 @@ class KeepAll:
         """Drop the tokens of an unfinished decode pass."""
         self._waiting = []
 
+    def branch(self, sequence: int, other: object) -> None:
+        """Do nothing: there is no state per sequence."""
+
     def select(self, source: Int[Tensor, " B2"]) -> None:
         """Do nothing: there is no state per sequence."""
 

@@ -354,6 +354,14 @@ class KeepSelected:
             None if x is None else x.to(device, copy=True) for x in (plans.budget, plans.thresholds)
         )
 
+    def branch(self, sequence: int, other: "KeepAll | KeepSelected") -> None:
+        """Let the only sequence of another batch continue one of these."""
+        assert isinstance(other, KeepSelected), "both have the same policy"
+        assert self._budget is not None, "budgets are resolved in the prefill"
+        device = self._budget.device
+        other.restore(self.plans(), device)
+        other.select(torch.tensor([sequence], device=device))
+
     def select(self, source: Int[Tensor, " B2"]) -> None:
         """Reorder budgets and turns with their sequences."""
         order = source.tolist()

@@ -185,6 +185,10 @@ class Window(ABC):
         """
 
     @abstractmethod
+    def branch(self, sequence: int, other: "Window") -> None:
+        """Let the only sequence of another window have a copy of one, outside `stores`."""
+
+    @abstractmethod
     def clear(self, sequences: Int[Tensor, " n"]) -> None:
         """Do the part of emptying sequences outside `stores`, in place."""
 
@@ -249,6 +253,11 @@ class RingBuffer(Window):
         """Count the filled slots after positions have changed in place."""
         self._filled.copy_((self._position >= 0).sum(1, dtype=torch.int32))
         self.forget_tiles()
+
+    def branch(self, sequence: int, other: Window) -> None:
+        """Let the only sequence of another window have the positions of one."""
+        assert isinstance(other, RingBuffer), "both are of one policy"
+        other._hold(self._position[sequence : sequence + 1].clone())
 
     def clear(self, sequences: Int[Tensor, " n"]) -> None:
         """Empty the slots of sequences, in place."""

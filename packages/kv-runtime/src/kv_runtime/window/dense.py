@@ -145,6 +145,17 @@ class RawWindow(RingBuffer):
         """Reorder sequences to source[0], source[1], ..."""
         self.reorder(source)
 
+    def branch(self, sequence: int, other: Window) -> None:
+        """Let the only sequence of another window have a copy of one."""
+        super().branch(sequence, other)
+        assert isinstance(other, RawWindow), "both are of one policy"
+        mine = slice(sequence, sequence + 1)
+        other.key = self.key[:, mine].clone()
+        if self._value is not None:
+            other._value = self._value[:, mine].clone()
+        if self.score is not None:
+            other.score = self.score[:, mine].clone()
+
     def reorder(self, source: Int[Tensor, " B2"]) -> None:
         """Do all of `select`, as there are no stores."""
         self.key = self.key[:, source]

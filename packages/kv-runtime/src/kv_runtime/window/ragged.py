@@ -187,6 +187,12 @@ class RaggedWindow(Window):
         for mine, theirs in zip(self.members, other.members, strict=True):
             mine.adopt(sequence, theirs)
 
+    def branch(self, sequence: int, other: Window) -> None:
+        """Let the only sequence of another window have a copy of one, outside `stores`."""
+        assert isinstance(other, RaggedWindow), "both are of one policy"
+        for mine, theirs in zip(self.members, other.members, strict=True):
+            mine.branch(sequence, theirs)
+
     def clear(self, sequences: Int[Tensor, " n"]) -> None:
         """Do the part of emptying sequences outside `stores`, in place."""
         for member in self.members:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.pooling_params import PoolingParams
     from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine import EngineCoreRequest
 
 
 def watch() -> None:
@@ -34,7 +35,9 @@ def watch() -> None:
         self: InputProcessor, request_id: str, prompt: Any, params: Any, *more: Any, **options: Any
     ) -> Any:
         check_request(self.vllm_config, params, goes_on=bool(options.get("resumable")))
-        return admit(self, request_id, prompt, params, *more, **options)
+        made = admit(self, request_id, prompt, params, *more, **options)
+        check_prefix(self.vllm_config, made)
+        return made
 
     InputProcessor.__init__ = made
     InputProcessor.process_inputs = admitted
@@ -72,11 +75,17 @@ def check_request(
     from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import SamplingParams
 
-    from kv_serve.vllm.requests import check_pooling, policy_of, requested_budget
+    from kv_serve.vllm.requests import (
+        check_pooling,
+        policy_of,
+        requested_budget,
+        requested_prefix,
+    )
 
     try:
         if isinstance(params, SamplingParams):
             requested_budget(policy_of(text), params.extra_args)
+            requested_prefix(params.extra_args)
         else:
             check_pooling(params.extra_kwargs or {})
     except ValueError as error:
@@ -86,6 +95,32 @@ def check_request(
             f"a {names.KEY} needs the whole prompt in one request, but this one streams its "
             "input; send each turn as a separate request"
         )
+
+
+def check_prefix(config: "VllmConfig", request: "EngineCoreRequest") -> None:
+    """Raise if a request names first tokens that it does not have, or that the engine cannot share.
+
+    Raises:
+        VLLMValidationError: as `check_request`.
+    """
+    text, params = _policy_of(config), request.sampling_params
+    if text is None or params is None or not params.extra_args:
+        return
+    from vllm.exceptions import VLLMValidationError
+
+    from kv_serve.vllm.requests import policy_of, requested_prefix, unshared
+
+    mark, ids = requested_prefix(params.extra_args), request.prompt_token_ids
+    if mark is None:
+        return
+    caching = bool(config.cache_config.enable_prefix_caching)
+    reason = unshared(policy_of(text), caching=caching)
+    if reason is None and (ids is None or request.mm_features):
+        reason = "needs a prompt of tokens alone, without pictures or embeddings"
+    if reason is None and ids is not None and mark > len(ids):
+        reason = f"is {mark}, but the prompt has {len(ids)} tokens; give at most as many"
+    if reason is not None:
+        raise VLLMValidationError(f"{names.PREFIX} {reason}")
 
 
 def _policy_of(config: "VllmConfig") -> str | None:

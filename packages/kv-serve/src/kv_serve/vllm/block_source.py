@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final, Protocol, runtime_checkable
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -13,6 +13,7 @@ from kv_serve.vllm.messages import BlockChanges
 SPARE: Final = 32
 
 
+@runtime_checkable
 class BlockSource(Protocol):
     """Where a manager allocates blocks."""
 

@@ -9,7 +9,7 @@ from kv_attention import check_backend
 from kv_policy import CacheShape, KVPolicy, TokenFormat, complete, keeps_shape, parse, tier_formats
 from kv_runtime import AUTO
 from kv_serve.vllm.beside import refused_connector, refused_drafts
-from kv_serve.vllm.names import BACKEND, KEY, POISON, SETTINGS
+from kv_serve.vllm.names import BACKEND, KEY, POISON, SETTINGS, TURNS
 from kv_serve.vllm.nearest import strangers
 from kv_serve.vllm.versions import SERVED, is_served
 
@@ -52,13 +52,14 @@ def check_settings(given: object) -> None:
         raise UnservableError(
             f"additional_config has {name}, which kv-serve does not know; did you mean {near}?"
         )
-    text, backend, poison = given.get(KEY), given.get(BACKEND, AUTO), given.get(POISON, False)
+    text, backend = given.get(KEY), given.get(BACKEND, AUTO)
     if KEY in given and not isinstance(text, str):
         raise UnservableError(
             f'{KEY} is {text!r}; give a policy\'s text, for example {{"{KEY}": "k8v4"}}'
         )
-    if not isinstance(poison, bool):
-        raise UnservableError(f"{POISON} is {poison!r}; give true or false")
+    for name in (POISON, TURNS):
+        if not isinstance(given.get(name, False), bool):
+            raise UnservableError(f"{name} is {given[name]!r}; give true or false")
     if not isinstance(backend, str):
         raise UnservableError(f"{BACKEND} is {backend!r}; give the name of a backend")
     if backend != AUTO and KEY not in given:

@@ -17,12 +17,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kv_runtime import RequestRows
-from kv_serve.vllm import failures
+from kv_serve.vllm import boundaries, failures
 from kv_serve.vllm.attach import is_heard
 from kv_serve.vllm.config import served_policy
 from kv_serve.vllm.memory import Memory
 from kv_serve.vllm.messages import StepMetadata, WorkerReport
 from kv_serve.vllm.metrics import PolicyMetrics, PolicyStats
+from kv_serve.vllm.names import TURNS
 from kv_serve.vllm.scheduler_state import SchedulerState
 from kv_serve.vllm.spec import PagedSpec
 from kv_serve.vllm.worker import Worker
@@ -40,7 +41,9 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class PagesConnector(failures.EndsRequests, KVConnectorBase_V1, SupportsHMA):
+class PagesConnector(
+    failures.EndsRequests, boundaries.StopsRequests, KVConnectorBase_V1, SupportsHMA
+):
     """Sends `StepMetadata` to workers and `WorkerReport` back; it transfers no keys or values."""
 
     def __init__(
@@ -133,10 +136,14 @@ class PagesConnector(failures.EndsRequests, KVConnectorBase_V1, SupportsHMA):
         super().bind_kv_cache_manager(kv_cache_manager)
         longest = self._vllm_config.model_config.max_model_len
         failures.watch()
+        boundaries.watch()
         groups = kv_cache_manager.kv_cache_config.kv_cache_groups
         kept = [x.kv_cache_spec for x in groups if not isinstance(x.kv_cache_spec, PagedSpec)]
         each = (-(-x.max_memory_usage_bytes(self._vllm_config) // x.page_size_bytes) for x in kept)
-        self._ledger = SchedulerState.over(self._policy, kv_cache_manager, longest, sum(each))
+        turns = bool(self._vllm_config.additional_config.get(TURNS))
+        self._ledger = SchedulerState.over(
+            self._policy, kv_cache_manager, longest, sum(each), turns=turns
+        )
 
     def failed(self, told: Collection[int]) -> set[str]:
         """Return the requests that failed in workers, from the numbers vLLM treats as blocks."""
@@ -149,13 +156,27 @@ class PagesConnector(failures.EndsRequests, KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Return none: no token is loaded from elsewhere."""
-        return 0, False
+        """Return the tokens of a stored prefix that the request continues.
+
+        None: it waits for another request that is about to store them.
+        """
+        return self.scheduler_state.match(request), False
 
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
     ) -> None:
         """Do nothing: nothing is loaded from elsewhere."""
+
+    def stop(self, request: "Request", computed: int, tokens: int) -> int:
+        """Return how many of a request's next tokens come before its boundary."""
+        return self.scheduler_state.stop(request.request_id, computed, tokens)
+
+    def reset_cache(self) -> bool:
+        """Drop all stored prefixes, for example before the engine sleeps."""
+        prefixes = self.scheduler_state.manager.prefixes
+        if prefixes is not None:
+            prefixes.reset()
+        return True
 
     def has_pending_block_frees(self) -> bool:
         """Return whether compression may free blocks, so that vLLM postpones preemption."""
@@ -171,7 +192,7 @@ class PagesConnector(failures.EndsRequests, KVConnectorBase_V1, SupportsHMA):
         if isinstance(reports, WorkerReport):
             self.scheduler_state.note(reports)
             if reports.measured is not None and is_heard(self._vllm_config):
-                later = PolicyStats.of(reports.measured)
+                later = PolicyStats.of(self.scheduler_state.with_prefixes(reports.measured))
                 self._stats = later if self._stats is None else self._stats.aggregate(later)
 
     def get_kv_connector_stats(self) -> "KVConnectorStats | None":
@@ -189,6 +210,7 @@ class PagesConnector(failures.EndsRequests, KVConnectorBase_V1, SupportsHMA):
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Return False: the request's blocks may be freed at once."""
+        self.scheduler_state.keep(request)
         self.scheduler_state.finished(request.request_id)
         return False, None
 

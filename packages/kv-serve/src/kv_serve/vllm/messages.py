@@ -28,6 +28,8 @@ class StepMetadata(KVConnectorMetadata):
     gone: tuple[str, ...] = ()  # finished, cancelled or preempted requests
     short: bool = False  # blocks are short: compress all requests that can be compressed
     changes: BlockChanges = field(default_factory=BlockChanges)  # of the blocks with pages
+    kept: dict[str, int] = field(default_factory=dict)  # prefixes to store, by finished request
+    dropped: tuple[int, ...] = ()  # prefixes to release
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
     answered: bool = False  # blocks were short and requests have been compressed
     measured: Measured | None = None  # None in steps without metrics
     begun: int = 0  # number of the step at whose end it is sent; pages have moved as this ordered
+    prefixes: dict[int, int] = field(default_factory=dict)  # pages of those stored in the step
 
     def then(self, later: "WorkerReport") -> "WorkerReport":
         """Join the same worker's report on a later step."""
@@ -58,10 +61,14 @@ class WorkerReport(KVConnectorWorkerMetadata):
         if self.measured is not None and later.measured is not None:
             measured = self.measured.then(later.measured)
         told, answered = self.told | later.told, self.answered or later.answered
-        return type(self)(later.step, told, answered, measured, later.begun)
+        prefixes = self.prefixes | later.prefixes
+        return type(self)(later.step, told, answered, measured, later.begun, prefixes)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReport":
-        """Join another worker's report on its heads: a request needs the larger number of pages."""
+        """Join another worker's report on its heads: a request needs the larger number of pages.
+
+        A prefix is stored if all workers store it.
+        """
         assert isinstance(other, WorkerReport)
         joined = dict(self.told)
         for request, theirs in other.told.items():
@@ -71,5 +78,6 @@ class WorkerReport(KVConnectorWorkerMetadata):
         measured = self.measured or other.measured
         if self.measured is not None and other.measured is not None:
             measured = self.measured.beside(other.measured)
-        answered = self.answered or other.answered
-        return type(self)(self.step, joined, answered, measured, self.begun)
+        answered, stored = self.answered or other.answered, other.prefixes
+        prefixes = {n: max(pages, stored[n]) for n, pages in self.prefixes.items() if n in stored}
+        return type(self)(self.step, joined, answered, measured, self.begun, prefixes)

@@ -27,12 +27,15 @@ SUMS: Final = {
     "tokens_kept": "Kept tokens of these requests, averaged over layers and KV heads.",
     "pages_used": "Pages in use, over all workers.",
     "pages_free": "Free pages, over all workers.",
+    "prefix_bytes": "Bytes of stored prefixes, over all workers; memory is taken from them first.",
 }
 COUNTERS: Final = {
     "compression_passes": "Eviction plans, each over some requests and all layers.",
     "compression_seconds": "Host seconds in compression passes, in the slowest worker.",
     "tokens_dropped": "Evicted tokens, averaged over layers and KV heads.",
     "bytes_saved": "Bytes saved against an uncompressed cache, each request at its peak.",
+    "prefix_hits": "Requests that continued a stored prefix.",
+    "prefix_tokens": "Tokens of stored prefixes that requests did not read again.",
 }
 
 

@@ -9,8 +9,14 @@ BACKEND: Final = "kv_backend"  # also there: a backend of attention and pages; `
 # In a request's extra arguments, for `forcing`: the tokens to generate, to measure an engine.
 FORCED: Final = "kv_serve_forced"
 
+# In a request's extra arguments: the number of first tokens to compress by themselves, which other
+# requests continue.
+PREFIX: Final = "kv_prefix"
+
+TURNS: Final = "kv_turns"  # in `additional_config`; true: store the states of finished requests
+
 # Settings of kv-serve in `additional_config`; other names with its prefix are rejected.
-SETTINGS: Final = (KEY, BACKEND, POISON)
+SETTINGS: Final = (KEY, BACKEND, POISON, TURNS)
 
 # vLLM's names of its CPU attention backends, and our replacements, which use the stock
 # implementation unless a policy is configured.

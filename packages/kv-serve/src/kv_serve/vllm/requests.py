@@ -56,20 +56,56 @@ def check_names(extra_args: Mapping[str, object]) -> None:
         ValueError: a name begins with `kv_` or is a misspelling of ours, or the request asks for
             a transfer of keys and values.
     """
-    for name, near in strangers(extra_args, (KEY, names.FORCED), (KEY, *names.SETTINGS)):
+    known = (KEY, names.PREFIX)
+    for name, near in strangers(extra_args, (*known, names.FORCED), (*known, *names.SETTINGS)):
         if near == name:
             raise ValueError(
                 f"{name} is set for all requests when the engine starts; a request may only set "
-                f"{KEY}"
+                f"{' and '.join(known)}"
             )
+        meant = near if near in known else KEY
         raise ValueError(
-            f"{name} is not a request argument and would have no effect; did you mean {KEY}?"
+            f"{name} is not a request argument and would have no effect; did you mean {meant}?"
         )
     # With a connector, vLLM's scheduler expects a dict here and crashes on anything else.
     if extra_args.get(_TRANSFER):
         raise ValueError(
             f"with a {names.KEY} keys and values are not sent between engines; omit {_TRANSFER}"
         )
+
+
+def requested_prefix(extra_args: Mapping[str, object] | None) -> int | None:
+    """Read the number of tokens that a request compresses by themselves, for others to continue.
+
+    Raises:
+        ValueError: it is not a number of 1 or more.
+    """
+    given = (extra_args or {}).get(names.PREFIX)
+    if given is None:
+        return None
+    if isinstance(given, float) and given.is_integer():  # as JSON of some clients has it
+        given = int(given)
+    if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+        raise ValueError(
+            f"{names.PREFIX} is {given!r:.100}; give the number of first tokens of the prompt that "
+            "are compressed by themselves, 1 or more"
+        )
+    return given
+
+
+def unshared(policy: KVPolicy, *, caching: bool) -> str | None:
+    """Return why requests of an engine share no prefix; None: they do.
+
+    Args:
+        policy: the engine's.
+        caching: whether prefix caching is enabled.
+    """
+    if caching:
+        return None
+    return (
+        f"needs prefix caching, which is disabled in this engine under {policy}; enable it "
+        "(--enable-prefix-caching), or omit the argument"
+    )
 
 
 def check_pooling(extra_kwargs: Mapping[str, object]) -> None:
@@ -79,8 +115,11 @@ def check_pooling(extra_kwargs: Mapping[str, object]) -> None:
         ValueError: one was meant for kv-serve.
     """
     check_names(extra_kwargs)
-    if KEY in extra_kwargs:
-        raise ValueError(f"{KEY} applies to requests that generate tokens; omit it from this one")
+    for name in (KEY, names.PREFIX):
+        if name in extra_kwargs:
+            raise ValueError(
+                f"{name} applies to requests that generate tokens; omit it from this one"
+            )
 
 
 def _read(given: object) -> Budget:

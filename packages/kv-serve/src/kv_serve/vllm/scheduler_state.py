@@ -1,16 +1,19 @@
 """The scheduler's side: requests, their budgets and their reported pages."""
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final
 
 from vllm.logger import init_logger
+from vllm.v1.request import RequestStatus
 
 from kv_policy import Budget, KVPolicy, complete
-from kv_runtime import RequestStep, chunk_budget, kept_tokens
+from kv_runtime import Measured, RequestStep, budget_tokens, chunk_budget, kept_tokens, lends
 from kv_serve.vllm.config import UnservableError
 from kv_serve.vllm.messages import StepMetadata, WorkerReport
-from kv_serve.vllm.requests import requested_budget
+from kv_serve.vllm.names import PREFIX, TURNS
+from kv_serve.vllm.prefixes import Prefixes, has_other_inputs
+from kv_serve.vllm.requests import requested_budget, requested_prefix
 from kv_serve.vllm.spec import PagedManager
 
 if TYPE_CHECKING:
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = init_logger("vllm.kv_serve")
+_WHOLE: Final = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 
 @dataclass(slots=True)
@@ -44,7 +48,13 @@ class SchedulerState:
 
     @classmethod
     def over(
-        cls, policy: KVPolicy, managers: "KVCacheManager", longest: int, others: int = 0
+        cls,
+        policy: KVPolicy,
+        managers: "KVCacheManager",
+        longest: int,
+        others: int = 0,
+        *,
+        turns: bool = False,
     ) -> "SchedulerState":
         """Create the state with our manager, taken from vLLM's.
 
@@ -53,10 +63,11 @@ class SchedulerState:
             managers: vLLM's managers, one for each group of layers.
             longest: tokens of the longest request.
             others: blocks that the longest request needs in layers that vLLM keeps.
+            turns: whether the states of finished requests are stored.
 
         Raises:
             UnservableError: the pool is too small for a prompt of `longest` tokens, or prefixes
-                would be found in other layers alone.
+                would be found in other layers alone, or not at all.
         """
         every = managers.coordinator.single_type_managers
         manager, *followers = [each for each in every if isinstance(each, PagedManager)]
@@ -68,6 +79,13 @@ class SchedulerState:
                 "and not in pages; set enable_prefix_caching to false"
             )
         manager.lead(followers)
+        if turns and not managers.enable_caching:
+            raise UnservableError(
+                f"{TURNS} is true, but prefix caching is disabled in this engine; enable it "
+                "(--enable-prefix-caching), or omit the setting"
+            )
+        if managers.enable_caching:
+            manager.store_prefixes(turns=turns, lends=lends(policy, read=False))
         manager.expect_room(longest, chunk_budget(policy), others)
         book = cls(policy, manager, longest, others)
         book._warn_if_idle(longest)
@@ -94,20 +112,70 @@ class SchedulerState:
         """
         name, params = request.request_id, request.sampling_params
         self.requests[name], kept = request, chunk_budget(self.policy)
+        given = None if params is None else params.extra_args
         try:
-            budget = requested_budget(self.policy, None if params is None else params.extra_args)
+            budget, mark = requested_budget(self.policy, given), requested_prefix(given)
             if budget is not None:
                 own = chunk_budget(self.policy, budget)
                 if own is not None:  # it may keep too much for this engine, and wait forever
                     most = request.num_tokens + request.max_tokens
                     self.manager.expect_room(min(most, self.longest), own, self.others)
                 self.budgets[name], kept = budget, own
+            if mark is not None and has_other_inputs(request):
+                raise ValueError(f"{PREFIX} needs a prompt of tokens alone")
+            if mark is not None:
+                self._prefixes(PREFIX).welcome(request, mark, self._budget_of(name))
         except ValueError as error:
             self._refuse(name, str(error))
         self.manager.kept[name] = kept
 
+    def _prefixes(self, name: str) -> Prefixes:
+        """Return the stored prefixes.
+
+        Raises:
+            ValueError: this engine stores none.
+        """
+        if self.manager.prefixes is not None:
+            return self.manager.prefixes
+        raise ValueError(
+            f"{name} needs prefixes that are stored, and this engine stores none: prefix caching "
+            "is disabled, or its model has layers with windows or states of their own; omit it"
+        )
+
+    def _budget_of(self, request: str) -> str:
+        budget = self.budgets.get(request)
+        return "" if budget is None else str(budget)
+
+    def match(self, request: "Request") -> int | None:
+        """Return the tokens of a stored prefix that a waiting request continues; None: it waits."""
+        prefixes, name = self.manager.prefixes, request.request_id
+        if prefixes is None or name in self.refused or has_other_inputs(request):
+            return 0
+        return prefixes.match(request, self._budget_of(name))
+
+    def stop(self, request: str, computed: int, tokens: int) -> int:
+        """Return how many tokens of a request's next `tokens` are before its boundary."""
+        prefixes = self.manager.prefixes
+        mark = None if prefixes is None else prefixes.marks.get(request)
+        if mark is None or not computed < mark < computed + tokens:
+            return tokens
+        return mark - computed
+
+    def keep(self, request: "Request") -> None:
+        """Store the state of a finished request for the next turn of its chat."""
+        prefixes, name = self.manager.prefixes, request.request_id
+        if prefixes is None or not prefixes.turns or request.status not in _WHOLE:
+            return
+        if name not in self.known or self.manager.first_block(name) is None:
+            return
+        if name not in self.refused and not has_other_inputs(request):
+            pages = self.manager.most_pages(name, request.num_computed_tokens)
+            prefixes.keep(request, self._budget_of(name), self.step + 1, pages)
+
     def finished(self, request: str) -> None:
         """Remove a request; workers are informed with the next step."""
+        if self.manager.prefixes is not None:
+            self.manager.prefixes.finished(request)
         given: tuple[dict[str, Any], ...] = (self.requests, self.budgets, self.refused)
         for each in (*given, self.manager.kept, self.manager.prompts):
             each.pop(request, None)
@@ -150,9 +218,9 @@ class SchedulerState:
         short, self.asked = self.asked, False
         if short:
             self.awaited = self.step
-        return StepMetadata(
-            self.step, requests, gone, short, self.manager.source.changes(self.step)
-        )
+        changes, prefixes = self.manager.source.changes(self.step), self.manager.prefixes
+        kept, dropped = ({}, ()) if prefixes is None else prefixes.orders()
+        return StepMetadata(self.step, requests, gone, short, changes, kept, dropped)
 
     def note(self, reports: WorkerReport) -> None:
         """Record reported pages, and free surplus blocks."""
@@ -162,10 +230,27 @@ class SchedulerState:
         for request, told in reports.told.items():
             if self.known.get(request, reports.step + 1) <= reports.step:  # has not restarted
                 freed += self.manager.told(request, told.pages, told.computed)
+        freed += self.manager.told_prefixes(reports.prefixes, reports.step)
         self.answered = (self.answered or reports.answered) and not freed
 
+    def with_prefixes(self, measured: Measured) -> Measured:
+        """Add the uses of prefixes since the last call."""
+        if self.manager.prefixes is None:
+            return measured
+        counts = self.manager.prefixes.counts()
+        return replace(measured, prefix_hits=counts.hits, prefix_tokens=counts.tokens)
+
     def _request_step(self, request: str, computed: int, tokens: int) -> RequestStep:
-        if computed == 0:  # after a preemption generated tokens are recomputed too
+        prefixes, base, boundary, keep = self.manager.prefixes, None, None, None
+        begins = request in self.manager.fresh or computed == 0
+        if prefixes is not None:
+            found, boundary = prefixes.bases.get(request), prefixes.marks.get(request)
+            base = found.number if begins and found is not None else None
+            if boundary is not None and computed + tokens == boundary:
+                pages = self._compressed_pages(request, boundary)
+                keep = prefixes.store(request, self.step, pages)
+        if begins:  # after a preemption generated tokens are recomputed too
+            self.manager.fresh.discard(request)
             self.begun += 1
             self.manager.prompts[request] = self.requests[request].num_tokens
             self.known[request], self.serials[request] = self.step, self.begun
@@ -183,7 +268,18 @@ class SchedulerState:
             self.budgets.get(request),
             self.serials[request],
             self.refused.get(request),
+            base,
+            boundary,
+            keep,
         )
+
+    def _compressed_pages(self, request: str, tokens: int) -> int:
+        """Return the most pages of a request's first tokens once they are compressed."""
+        selector, account = self.policy.selector, self.manager.account
+        if selector is None or complete(selector).budget is None:
+            return account.pages(tokens)
+        kept = budget_tokens(self.policy, tokens, account.token_bytes, self.budgets.get(request))
+        return account.planned(tokens, kept, 0)
 
     def _refuse(self, request: str, reason: str) -> None:
         if request not in self.refused:

@@ -1,6 +1,6 @@
 """The scheduler's accounting of pages: block sizes and blocks per request."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from kv_runtime import AHEAD, Account, request_pages
 from kv_serve.vllm.attach import attach
 from kv_serve.vllm.block_source import BlockSource, OwnPool, SharedPool
 from kv_serve.vllm.config import UnservableError, served_policy
+from kv_serve.vllm.prefixes import Prefixes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +94,9 @@ class PagedManager(FullAttentionManager):
         self._owned: dict[str, _Owned] = {}
         self.kept: dict[str, int | None] = {}  # budgets that are planned by chunk, by request
         self.prompts: dict[str, int] = {}  # tokens before the first generated one
+        self.fresh: set[str] = set()  # requests that have blocks since the last step
+        self.prefixes: Prefixes | None = None  # None: none are stored beside kept layers
+        self.lends = False  # whether requests leave the pages of their prefix as they are
 
     def lead(self, others: Sequence["PagedManager"]) -> None:
         """Allocate for all groups of our layers; called once, before the first request.
@@ -104,6 +108,38 @@ class PagedManager(FullAttentionManager):
             each._leader = self
         if self.kv_cache_spec.kept:
             self.source = SharedPool(self.block_pool)
+
+    def store_prefixes(self, *, turns: bool, lends: bool) -> None:
+        """Store prefixes in free blocks, unless blocks are of other layers, too.
+
+        Args:
+            turns: whether the states of finished requests are stored.
+            lends: whether requests leave the pages of the prefix they continue as they are.
+        """
+        if self.kv_cache_spec.kept:
+            return
+        pool = self.block_pool
+        self.lends = lends
+        self.prefixes = prefixes = Prefixes(
+            self.account, self.source, pool.get_num_free_blocks, turns
+        )
+        reset = pool.reset_prefix_cache
+
+        def reset_all() -> bool:  # as when weights have changed
+            prefixes.reset()
+            return bool(reset())
+
+        pool.reset_prefix_cache = reset_all
+
+    def most_pages(self, request_id: str, tokens: int) -> int:
+        """Return the most pages of a request after `tokens` tokens, with those of its prefix."""
+        owned, most = self._owned[request_id], self.account.pages(tokens)
+        if owned.told is None:
+            return most
+        held, computed = owned.told
+        base = None if self.prefixes is None else self.prefixes.bases.get(request_id)
+        shared = 0 if base is None else base.pages
+        return min(most, self.account.later(held + shared, max(0, tokens - computed)))
 
     def expect_room(self, longest: int, kept: int | None, others: int = 0) -> None:
         """Raise if a request of `longest` tokens could never be scheduled.
@@ -133,9 +169,15 @@ class PagedManager(FullAttentionManager):
         told: tuple[int, int] | None = None,
         kept: int | None = None,
         later: int = AHEAD,
+        base: int | None = None,
     ) -> int:
-        """Count the blocks for a request, given its last reported pages; see `Account.planned`."""
+        """Count the blocks for a request, given its last reported pages; see `Account.planned`.
+
+        With `base`, those for the pages that it holds alone after so many tokens of a prefix.
+        """
         most = self.account.planned(tokens, kept, later)
+        if base is not None:
+            most = min(most, self.account.branched(tokens - base))
         if told is not None:
             held, computed = told
             most = min(most, self.account.later(held, max(0, tokens - computed)))
@@ -145,14 +187,26 @@ class PagedManager(FullAttentionManager):
         self, request_id: str, num_tokens: int, *more: Any, **options: Any
     ) -> int:
         """Count the blocks of vLLM's pool that a request needs for `num_tokens` tokens."""
-        return 0 if self._leader else self.source.missing(self._lacking(request_id, num_tokens))
+        if self._leader:
+            return 0
+        wanted = self._lacking(request_id, num_tokens)
+        if self.prefixes is not None and request_id not in self._owned:
+            wanted += self.prefixes.blocks_of(request_id)
+        return self.source.missing(wanted)
 
     def _lacking(self, request_id: str, num_tokens: int) -> int:
         owned, kept = self._owned.get(request_id), self.kept.get(request_id)
+        base = self._base(request_id)
         if owned is None:  # vLLM admits it only if its whole prompt could have blocks
-            return self.blocks_for(num_tokens, kept=kept)
+            return self.blocks_for(num_tokens, kept=kept, base=base)
         later = max(AHEAD, num_tokens - self.prompts.get(request_id, num_tokens))
-        return max(0, self.blocks_for(num_tokens, owned.told, kept, later) - len(owned.blocks))
+        wanted = self.blocks_for(num_tokens, owned.told, kept, later, base)
+        return max(0, wanted - len(owned.blocks))
+
+    def _base(self, request_id: str) -> int | None:
+        """Return the tokens of a request's prefix, if it leaves the pages of it as they are."""
+        base = None if self.prefixes is None else self.prefixes.bases.get(request_id)
+        return base.tokens if base is not None and self.lends else None
 
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, *more: Any, **options: Any
@@ -160,15 +214,26 @@ class PagedManager(FullAttentionManager):
         """Allocate the blocks that a request needs; only its first is passed to the worker."""
         if self._leader is not None:
             return self._follow(request_id, self._leader)
-        new = self.source.allocate(self._lacking(request_id, num_tokens))
-        owned = self._owned.get(request_id)
+        new, prefixes = self.source.allocate(self._lacking(request_id, num_tokens)), self.prefixes
+        owned, first = self._owned.get(request_id), new[:1]
         if owned is not None:
             owned.blocks += new
-            owned.tokens = num_tokens
-            return []
-        self._owned[request_id] = _Owned(new, num_tokens)
-        self.req_to_blocks[request_id] = new[:1]
-        return new[:1]
+            owned.tokens, first = num_tokens, []
+        else:
+            self._owned[request_id] = _Owned(new, num_tokens)
+            self.req_to_blocks[request_id] = new[:1]
+            self.fresh.add(request_id)
+            if prefixes is not None:
+                prefixes.began(request_id)
+        if prefixes is not None and new:
+            prefixes.trim()
+        return first
+
+    def add_local_computed_blocks(self, *given: Any, **options: Any) -> None:
+        """Do nothing: vLLM finds no prefix in our blocks."""
+
+    def allocate_external_computed_blocks(self, *given: Any, **options: Any) -> None:
+        """Do nothing: the blocks of a prefix are allocated with those of its request."""
 
     def _follow(self, request_id: str, leader: "PagedManager") -> list[KVCacheBlock]:
         if request_id in self.req_to_blocks:
@@ -177,10 +242,17 @@ class PagedManager(FullAttentionManager):
         return list(first)
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
-        """Remove a request, and return the blocks to be freed in vLLM's pool now."""
+        """Remove a request, and return the blocks to be freed in vLLM's pool now.
+
+        Those of its prefix are free once no request continues it.
+        """
         super().pop_blocks_for_free(request_id)
         owned = self._owned.pop(request_id, None)
-        return [] if owned is None else self.source.release(owned.blocks)
+        freed = [] if owned is None else self.source.release(owned.blocks)
+        if self.prefixes is not None:
+            freed += self.prefixes.left(request_id)
+        self.fresh.discard(request_id)
+        return freed
 
     def cache_blocks(self, *given: Any, **options: Any) -> None:
         """Do nothing: there is no prefix caching."""
@@ -212,10 +284,23 @@ class PagedManager(FullAttentionManager):
         if owned is None:
             return 0
         owned.told = (pages, computed)
-        keep = self.blocks_for(max(owned.tokens, computed + 1), owned.told)
+        base = self._base(request_id)
+        keep = self.blocks_for(max(owned.tokens, computed + 1), owned.told, base=base)
         surplus = owned.blocks[keep:]
         del owned.blocks[keep:]
         self.block_pool.free_blocks(reversed(self.source.release(surplus)))
+        return len(surplus)
+
+    def told_prefixes(self, pages: Mapping[int, int], step: int) -> int:
+        """Record the pages of prefixes that a step's workers stored.
+
+        Returns:
+            The number of blocks that they give up.
+        """
+        if self.prefixes is None:
+            return 0
+        surplus = self.prefixes.told(pages, step)
+        self.block_pool.free_blocks(reversed(surplus))
         return len(surplus)
 
 

@@ -12,7 +12,15 @@ from vllm.logger import init_logger
 
 from kv_paging import PagePool, page_kernels_of
 from kv_policy import KVPolicy
-from kv_runtime import HeldCopy, Meter, PolicyCache, RequestBatch, RequestRows, Tally
+from kv_runtime import (
+    HeldCopy,
+    Meter,
+    PolicyCache,
+    PrefixPages,
+    RequestBatch,
+    RequestRows,
+    Tally,
+)
 from kv_serve.vllm.attach import is_heard
 from kv_serve.vllm.memory import Memory
 from kv_serve.vllm.messages import RequestPages, StepMetadata, WorkerReport
@@ -36,6 +44,7 @@ class _Ended:
     serials: Mapping[str, int]  # of all requests
     read: bool  # whether a prefill finished
     replayed: bool  # whether a captured step was launched, as far as the host knows
+    prefixes: PrefixPages  # of those stored in the step
 
 
 @dataclass(slots=True)
@@ -54,6 +63,7 @@ class Worker:
     rows: RequestRows | None = None  # that vLLM built last, for the next step
     computed: bool = False  # the forward pass of the step has ended
     unreported: _Ended | None = None  # the step before
+    prefix_pages: dict[int, int] = field(default_factory=dict)  # of stored prefixes, as reported
 
     @classmethod
     def over(cls, config: VllmConfig, policy: KVPolicy, memory: Memory) -> "Worker":
@@ -84,7 +94,7 @@ class Worker:
         which no layer is called.
         """
         self.metadata, changes, self.computed = metadata, metadata.changes, False
-        self.requests.begin(metadata.requests, metadata.gone)
+        self.requests.begin(metadata.requests, metadata.gone, metadata.kept, metadata.dropped)
         if changes.left:
             self._withdraw(self.memory.pages(changes.left))
         if changes.taken:
@@ -135,8 +145,9 @@ class Worker:
             frozenset(step.request for step in steps) | self.compressed,  # may not be in the step
             self.requests.counted(kept=self.meter is not None),
             dict(self.requests.serials),
-            any(step.is_prefill and not step.is_partial_prefill for step in steps),
+            any(step.ends_prefill for step in steps),
             self.requests.replayed,
+            self.requests.prefixes.told(),
         )
         found = [] if self.unreported is None else [self._report(self.unreported)]
         self.unreported = ended
@@ -163,11 +174,15 @@ class Worker:
             for name, each in held.items()
             if name in ended.names
         }
-        measured = None
+        prefixes, measured = ended.prefixes.read(), None
+        found, stored = self.prefix_pages | prefixes, self.requests.prefixes.caches
+        self.prefix_pages = {n: pages for n, pages in found.items() if n in stored}
         if self.meter is not None:
             by_serial = {ended.serials[name]: each for name, each in held.items()}
-            measured = self.meter.step(self.pool, by_serial, read=ended.read)
-        return WorkerReport(ended.metadata.step, told, ended.metadata.short, measured)
+            beside = sum(self.prefix_pages.values())
+            measured = self.meter.step(self.pool, by_serial, beside, read=ended.read)
+        given = ended.metadata
+        return WorkerReport(given.step, told, given.short, measured, prefixes=prefixes)
 
 
 def _tell(request: str, error: Exception) -> None:

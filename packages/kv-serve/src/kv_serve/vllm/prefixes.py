@@ -1,0 +1,278 @@
+"""Prefixes whose compressed tokens stay in free blocks, for requests that continue them.
+
+A prefix is the state of a request at a boundary, as vLLM keeps states of Mamba layers: after the
+tokens that a client names (`kv_prefix`), or where a request ended, for the next turn of a chat.
+"""
+
+from array import array
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import TYPE_CHECKING
+
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+from kv_runtime import Account
+from kv_serve.vllm.block_source import BlockSource
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+@dataclass(slots=True)
+class Prefix:
+    """A stored prefix; its blocks are free while no request continues it."""
+
+    number: int
+    key: bytes
+    tokens: int
+    pages: int  # a bound, until workers report them
+    step: int  # the step whose workers store it
+    ready: bool = False  # workers have stored it, or will before a request continues it
+    told: bool = False  # workers have reported its pages
+    users: set[str] = field(default_factory=set)  # requests that hold pages of it
+    blocks: list[KVCacheBlock] = field(default_factory=list)  # none while there are no users
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixCounts:
+    """Uses of prefixes since the last call of `Prefixes.counts`."""
+
+    hits: int = 0
+    tokens: int = 0  # that were not read again
+
+
+@dataclass(slots=True)
+class Prefixes:
+    """All prefixes of an engine, the least recently used one first.
+
+    Blocks are units of account, so a prefix that no request continues owns none: there are as many
+    free blocks as all of these need, or the least recently used ones are dropped. While a request
+    continues a prefix, its blocks are in use, once for all requests.
+    """
+
+    account: Account
+    source: BlockSource
+    free: Callable[[], int]  # free blocks of vLLM's pool
+    turns: bool = False  # whether the states of finished requests are stored
+    stored: dict[int, Prefix] = field(default_factory=dict)
+    marks: dict[str, int] = field(default_factory=dict)  # boundaries, by request
+    bases: dict[str, Prefix] = field(default_factory=dict)  # that requests continue, or will
+    kept: dict[str, int] = field(default_factory=dict)  # since the last step, by finished request
+    dropped: list[int] = field(default_factory=list)  # since the last step
+    _by_key: dict[bytes, Prefix] = field(default_factory=dict)
+    _readers: dict[bytes, str] = field(default_factory=dict)  # requests that will store a prefix
+    _keys: dict[str, bytes] = field(default_factory=dict)  # of the marks, by request
+    _last: int = 0  # number of the newest prefix
+    _hits: int = 0
+    _tokens: int = 0
+
+    def welcome(self, request: "Request", mark: int | None, budget: str) -> None:
+        """Note the boundary of a new request."""
+        if mark is not None:
+            name = request.request_id
+            self.marks[name] = mark
+            self._keys[name] = keys_of(request, [mark], budget)[mark]
+
+    def match(self, request: "Request", budget: str) -> int | None:
+        """Return the tokens of the longest prefix that a waiting request continues.
+
+        A request whose boundary another one is about to reach waits for it.
+
+        Returns:
+            None: the request waits.
+        """
+        name = request.request_id
+        self.bases.pop(name, None)
+        if request.skip_reading_prefix_cache:
+            return 0
+        mark, most = self.marks.get(name), request.num_tokens - 1
+        lengths = {each.tokens for each in self.stored.values()} if self.turns else set()
+        lengths |= set() if mark is None else {mark}
+        found = keys_of(request, [each for each in lengths if each <= most], budget)
+        for length in sorted(found, reverse=True):
+            prefix = self._by_key.get(found[length])
+            if prefix is not None and prefix.ready:
+                self.bases[name] = prefix
+                return length
+        reader = self._readers.get(self._keys[name]) if name in self._keys else None
+        return None if mark in found and reader not in (None, name) else 0
+
+    def blocks_of(self, request: str) -> int:
+        """Count the blocks that a prefix takes once a request continues it."""
+        prefix = self.bases.get(request)
+        return self._count(prefix) if prefix is not None and not prefix.users else 0
+
+    def began(self, request: str) -> None:
+        """Note that a request has blocks: it continues its prefix, or reads all tokens."""
+        prefix, key = self.bases.get(request), self._keys.get(request)
+        if prefix is not None:
+            self._use(prefix, request)
+            self._hits, self._tokens = self._hits + 1, self._tokens + prefix.tokens
+        elif key is not None and key not in self._by_key:
+            self._readers.setdefault(key, request)
+
+    def store(self, request: str, step: int, pages: int) -> int | None:
+        """Take blocks for the tokens up to a request's boundary, which its step reaches.
+
+        Args:
+            request: the request, which continues the prefix.
+            step: the number of the step.
+            pages: the most pages of the prefix.
+
+        Returns:
+            The number of the prefix; None: it is stored already, or there are too few free blocks.
+        """
+        key, mark = self._keys[request], self.marks[request]
+        if self._readers.get(key) != request:
+            return None
+        if self.account.blocks(pages) > self.free():
+            del self._readers[key]
+            return None
+        prefix = self._made(key, mark, pages, step)
+        self._use(prefix, request)
+        self.trim()
+        return prefix.number
+
+    def keep(self, request: "Request", budget: str, step: int, pages: int) -> None:
+        """Store the state of a finished request, all of whose computed tokens are known.
+
+        Args:
+            request: the request, whose blocks vLLM is about to free.
+            budget: its budget.
+            step: the number of the next step.
+            pages: the most pages that it holds.
+        """
+        tokens = request.num_computed_tokens
+        if tokens > request.num_tokens:
+            return
+        key = keys_of(request, [tokens], budget)[tokens]
+        if key in self._by_key:
+            self._touch(self._by_key[key])
+            return
+        prefix = self._made(key, tokens, pages, step)
+        prefix.ready = True  # workers need no memory for it, and store it first in a step
+        self.kept[request.request_id] = prefix.number
+
+    def left(self, request: str) -> list[KVCacheBlock]:
+        """Let a request end or be preempted; return the blocks of prefixes that it was last in."""
+        self.bases.pop(request, None)
+        key = self._keys.get(request)
+        if key is not None and self._readers.get(key) == request:
+            del self._readers[key]
+        blocks: list[KVCacheBlock] = []
+        for prefix in [each for each in self.stored.values() if request in each.users]:
+            prefix.users.discard(request)
+            if prefix.users:
+                continue
+            blocks += self.source.release(prefix.blocks)
+            prefix.blocks = []
+            self._touch(prefix)
+            if self._by_key.get(prefix.key) is not prefix:  # forgotten meanwhile
+                self._drop(prefix)
+        return blocks
+
+    def finished(self, request: str) -> None:
+        """Forget the boundary of a request, which has no blocks or is about to free them."""
+        self.marks.pop(request, None)
+        self._keys.pop(request, None)
+
+    def told(self, pages: Mapping[int, int], step: int) -> list[KVCacheBlock]:
+        """Record the pages of what a step's workers stored; return blocks that are not needed.
+
+        What they could not store is forgotten.
+        """
+        surplus: list[KVCacheBlock] = []
+        for prefix in [each for each in self.stored.values() if not each.told]:
+            held = pages.get(prefix.number)
+            if held is not None:
+                prefix.pages, prefix.ready, prefix.told = held, True, True
+                self._end_reading(prefix)
+                if prefix.users:
+                    count = self._count(prefix)
+                    missing = max(0, count - len(prefix.blocks))
+                    prefix.blocks += self.source.allocate(min(missing, self.free()))
+                    surplus += self.source.release(prefix.blocks[count:])
+                    del prefix.blocks[count:]
+            elif prefix.step <= step:
+                self._end_reading(prefix)
+                self._by_key.pop(prefix.key, None)
+                surplus += self.source.release(prefix.blocks)
+                prefix.blocks, prefix.users = [], set()
+                self._drop(prefix)
+        return surplus
+
+    def trim(self) -> None:
+        """Drop the least recently used prefixes for which there are no free blocks any more."""
+        idle = [each for each in self.stored.values() if not each.users]
+        total, free = sum(map(self._count, idle)), self.free()
+        for prefix in idle:
+            if total <= free:
+                return
+            total -= self._count(prefix)
+            self._drop(prefix)
+
+    def reset(self) -> None:
+        """Drop all prefixes, those in use once their requests have ended."""
+        self._by_key.clear()
+        for prefix in [each for each in self.stored.values() if not each.users]:
+            self._drop(prefix)
+
+    def orders(self) -> tuple[dict[str, int], tuple[int, ...]]:
+        """Return what was kept and dropped since the last step."""
+        kept, self.kept = self.kept, {}
+        dropped, self.dropped = tuple(self.dropped), []
+        return kept, dropped
+
+    def counts(self) -> PrefixCounts:
+        """Return the uses since the last call."""
+        found = PrefixCounts(self._hits, self._tokens)
+        self._hits = self._tokens = 0
+        return found
+
+    def _made(self, key: bytes, tokens: int, pages: int, step: int) -> Prefix:
+        self._last += 1
+        made = Prefix(self._last, key, tokens, pages, step)
+        self.stored[made.number] = self._by_key[key] = made
+        return made
+
+    def _use(self, prefix: Prefix, request: str) -> None:
+        if not prefix.users:
+            prefix.blocks = self.source.allocate(self._count(prefix))
+        prefix.users.add(request)
+        self._touch(prefix)
+
+    def _touch(self, prefix: Prefix) -> None:
+        self.stored[prefix.number] = self.stored.pop(prefix.number)
+
+    def _drop(self, prefix: Prefix) -> None:
+        del self.stored[prefix.number]
+        if self._by_key.get(prefix.key) is prefix:
+            del self._by_key[prefix.key]
+        self.dropped.append(prefix.number)
+
+    def _end_reading(self, prefix: Prefix) -> None:
+        self._readers.pop(prefix.key, None)
+
+    def _count(self, prefix: Prefix) -> int:
+        return self.account.blocks(prefix.pages)
+
+
+def has_other_inputs(request: "Request") -> bool:
+    """Return whether a request's tokens do not say all that it reads: pictures, or embeddings."""
+    return bool(request.mm_features) or request.prompt_embeds is not None
+
+
+def keys_of(request: "Request", lengths: Iterable[int], budget: str) -> dict[int, bytes]:
+    """Return the key of a request's first tokens, for each length.
+
+    Keys differ if the tokens, the LoRA adapter, the cache salt or the budget does.
+    """
+    lora = None if request.lora_request is None else request.lora_request.lora_name
+    of = repr((lora, request.cache_salt, budget)).encode()
+    digest = sha256(sha256(of).digest())
+    found, begin, ids = {}, 0, request.all_token_ids
+    for length in sorted({*lengths}):
+        digest.update(array("q", ids[begin:length]).tobytes())
+        found[length], begin = digest.digest(), length
+    return found

@@ -1,0 +1,169 @@
+"""Stored prefixes in an engine of their own: turns of a chat, little memory, and sleep."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from asking import asked, pages, reset
+from live_engine import OPTIONS, ends, is_empty
+from sleeping import Sleeper
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+Start = Callable[..., AbstractContextManager["LLM"]]
+Greedy = Callable[["LLM", Sequence[Sequence[int]], int], list[list[int]]]
+COUNT = 10
+LARGE = {
+    "kv_cache_memory_bytes": 1 << 20,
+    "max_model_len": 256,
+    "max_num_batched_tokens": 512,
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+}
+
+
+def in_parts(
+    folder: str, policy: str, parts: Sequence[Sequence[int]], answer: int
+) -> list[list[int]]:
+    """Read the parts of a prompt one after another in transformers, each answered greedily.
+
+    Args:
+        folder: of the model.
+        policy: its text.
+        parts: the parts.
+        answer: generated tokens after the last part, and after each before it that is a turn; 0:
+            only the last is answered.
+    """
+    from transformers import AutoModelForCausalLM
+
+    from kv_transformers import CompressedCache, passing
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    cache, found, left = CompressedCache(model, policy, page_tokens=16), [], []
+    for i, part in enumerate(parts):
+        fresh, answers = torch.tensor([[*left, *part]]), []
+        for _ in range(answer or (i + 1 == len(parts)) * COUNT or 1):
+            with torch.no_grad():
+                logits = model(fresh, **passing(model, cache)).logits
+            answers.append(int(logits[0, -1].argmax()))
+            fresh = torch.tensor([answers[-1:]])
+        left = answers[-1:] if answer else []
+        found.append(answers)
+    return found
+
+
+@pytest.mark.parametrize(
+    "policy", ["k8v4:window=8", "snapkv:budget=24,window=8+k8v4", "kv-compress:rate=2,floor=16"]
+)
+def test_parts_and_turns_are_those_of_transformers(
+    start: Start, weights: str, prompts: list[list[int]], policy: str
+) -> None:
+    given = {"kv_policy": policy, "kv_poison": True, "kv_turns": True}
+    with start(weights, **LARGE, additional_config=given) as engine:
+        book, question = prompts[0][:90], prompts[1][:25]
+        expected = in_parts(weights, policy, [book, question], 0)[-1]
+        for read in (0, 90):
+            assert asked(engine, [book + question], COUNT, kv_prefix=90) == [(expected, read)]
+        reset(engine)
+        turns = [prompts[0][:60], prompts[1][:20], prompts[2][:15]]
+        expected = in_parts(weights, policy, turns, COUNT)
+        told: list[int] = []
+        for turn, answer in zip(turns, expected, strict=True):
+            read = max(0, len(told) - 1)
+            told += turn
+            assert asked(engine, [told], COUNT) == [(answer, read)]
+            told += answer
+
+
+def test_turns_need_prefix_caching(start: Start, tiny: Callable[..., str]) -> None:
+    given = {"kv_policy": "snapkv:budget=24,window=8", "kv_turns": True}
+    with (
+        pytest.raises(Exception, match="kv_turns is true, but prefix caching is disabled"),
+        start(
+            tiny(),
+            **LARGE,
+            load_format="dummy",
+            additional_config=given,
+            enable_prefix_caching=False,
+        ),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("policy", ["snapkv:budget=24,window=8", "k8v4"])
+def test_a_boundary_needs_prefix_caching(
+    start: Start, tiny: Callable[..., str], policy: str
+) -> None:
+    from vllm.exceptions import VLLMValidationError
+
+    options = LARGE | {"load_format": "dummy", "enable_prefix_caching": False}
+    with (
+        start(tiny(), policy, **options) as engine,
+        pytest.raises(VLLMValidationError, match="kv_prefix needs prefix caching, which is dis"),
+    ):
+        asked(engine, [[4, 5, 6]], 1, kv_prefix=2)
+
+
+def test_vllms_prefix_cache_serves_one_format(
+    start: Start, tiny: Callable[..., str], prompts: list[list[int]]
+) -> None:
+    options = LARGE | {"load_format": "dummy"}
+    with start(tiny(), "k8v4", **options) as engine:
+        asked(engine, [prompts[0]], 1, kv_prefix=64)
+        assert asked(engine, [[*prompts[0][:140], 9, 8]], 1, kv_prefix=64)[0][1] >= 64
+
+
+def test_prefixes_are_not_stored_beside_layers_that_vllm_keeps(
+    start: Start, tiny: Callable[..., str], prompts: list[list[int]]
+) -> None:
+    more = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 48}
+    folder = tiny("Gemma3ForCausalLM", "gemma3_text", **more)
+    options = LARGE | {"load_format": "dummy", "enable_prefix_caching": False}
+    from vllm.exceptions import VLLMValidationError
+
+    with (
+        start(
+            folder, "snapkv:budget=24,window=8", kv_cache_memory_bytes=1 << 21, **options
+        ) as engine,
+        pytest.raises(VLLMValidationError, match="kv_prefix needs prefix caching"),
+    ):
+        asked(engine, [prompts[0]], 2, kv_prefix=10)
+
+
+def test_an_engine_that_slept_reads_a_prefix_again(
+    start: Start, weights: str, prompts: list[list[int]]
+) -> None:
+    sleeper, prompt = Sleeper(), prompts[0][:120]
+    with sleeper.recording(), start(weights, "kv-compress:rate=2,floor=8+k8v4", **LARGE) as engine:
+        (before,) = asked(engine, [prompt], COUNT, kv_prefix=90)
+        assert asked(engine, [prompt], COUNT, kv_prefix=90) == [(before[0], 90)]
+        sleeper.sleep_and_wake(engine)
+        assert asked(engine, [prompt], COUNT, kv_prefix=90) == [before]
+
+
+def test_a_small_memory_keeps_what_was_used_last(
+    start: Start, tiny: Callable[..., str], prompts: list[list[int]], greedy: Greedy
+) -> None:
+    given = OPTIONS | {"kv_cache_memory_bytes": 90_000}
+    with start(tiny(), "snapkv:budget=64,window=4+k8v4", **given) as engine:
+        books = [[i + 3, *prompts[0][:60]] for i in range(40)]
+        cold = []
+        for each in books:
+            cold += asked(engine, [[*each, 4, 5]], 6, kv_prefix=61)
+        again = []
+        for each in reversed(books):
+            again += asked(engine, [[*each, 4, 5]], 6, kv_prefix=61)
+        found = [read for _, read in again]
+        assert 0 < found.count(61) < 40
+        assert found[0] == 61
+        assert [ids for ids, _ in again] == [ids for ids, _ in reversed(cold)]
+        state, worker = ends(engine)
+        assert is_empty(engine, greedy)
+        prefixes = state.manager.prefixes
+        assert prefixes is not None
+        assert {*worker.requests.prefixes.caches} == {*prefixes.stored}
+        assert worker.pool.used == sum(pages(engine))
