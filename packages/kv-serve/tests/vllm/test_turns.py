@@ -94,6 +94,19 @@ def test_turns_need_prefix_caching(start: Start, tiny: Callable[..., str]) -> No
         pass
 
 
+def test_turns_are_refused_beside_layers_that_vllm_keeps(
+    start: Start, tiny: Callable[..., str]
+) -> None:
+    more = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 48}
+    folder = tiny("Gemma3ForCausalLM", "gemma3_text", **more)
+    given = {"kv_policy": "snapkv:budget=24,window=8", "kv_turns": True}
+    with (
+        pytest.raises(Exception, match="layers of this model have a window or state of their own"),
+        start(folder, **LARGE, load_format="dummy", additional_config=given),
+    ):
+        pass
+
+
 @pytest.mark.parametrize("policy", ["snapkv:budget=24,window=8", "k8v4"])
 def test_a_boundary_needs_prefix_caching(
     start: Start, tiny: Callable[..., str], policy: str
@@ -120,15 +133,13 @@ def test_vllms_prefix_cache_serves_one_format(
 def test_prefixes_are_not_stored_beside_layers_that_vllm_keeps(
     start: Start, tiny: Callable[..., str], prompts: list[list[int]]
 ) -> None:
-    more = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 48}
+    more = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 48}
     folder = tiny("Gemma3ForCausalLM", "gemma3_text", **more)
     options = LARGE | {"load_format": "dummy", "enable_prefix_caching": False}
     from vllm.exceptions import VLLMValidationError
 
     with (
-        start(
-            folder, "snapkv:budget=24,window=8", kv_cache_memory_bytes=1 << 21, **options
-        ) as engine,
+        start(folder, "snapkv:budget=24,window=8", **options) as engine,
         pytest.raises(VLLMValidationError, match="kv_prefix needs prefix caching"),
     ):
         asked(engine, [prompts[0]], 2, kv_prefix=10)

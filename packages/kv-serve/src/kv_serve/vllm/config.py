@@ -62,6 +62,11 @@ def check_settings(given: object) -> None:
             raise UnservableError(f"{name} is {given[name]!r}; give true or false")
     if not isinstance(backend, str):
         raise UnservableError(f"{BACKEND} is {backend!r}; give the name of a backend")
+    if given.get(TURNS) and KEY not in given:
+        raise UnservableError(
+            f"{TURNS} is true and there is no {KEY}, without which vLLM's own prefix cache serves "
+            f"the turns of a chat; give a {KEY}, or omit {TURNS}"
+        )
     if backend != AUTO and KEY not in given:
         raise UnservableError(
             f"{BACKEND} is {backend} and there is no {KEY}, without which vLLM's own attention "
@@ -142,6 +147,11 @@ def check_engine(config: VllmConfig, policy: KVPolicy) -> None:
     )
     for what in (each for each in refused if each is not None):
         raise UnservableError(f"the policy {policy} cannot be served with {what}")
+    if config.additional_config.get(TURNS) and not config.cache_config.enable_prefix_caching:
+        raise UnservableError(
+            f"{TURNS} is true, but prefix caching is disabled in this engine; enable it "
+            "(--enable-prefix-caching), or omit the setting"
+        )
     if model.use_mla:
         _check_latents(policy, config.device_config.device_type)
     if not plain:

@@ -90,18 +90,19 @@ def _check(given: Mapping[str, object], policy: object) -> None:
             continue
         if policy is not None:
             requests.requested_budget(requests.policy_of(str(policy)), found)
-        elif found.get(requests.KEY) is not None:
-            raise ValueError(f"this server has no policy, so {requests.KEY} has no effect")
-        if found.get(requests.KEY) is not None and given.get("use_beam_search"):
-            raise ValueError(
-                f"vLLM's beam search drops vllm_xargs, and {requests.KEY} with it; omit one of "
-                "the two"
-            )
+            requests.requested_prefix(found)
+        for name in (each for each in requests.NAMES if found.get(each) is not None):
+            if policy is None:
+                raise ValueError(f"this server has no policy, so {name} has no effect")
+            if given.get("use_beam_search"):
+                raise ValueError(
+                    f"vLLM's beam search drops vllm_xargs, and {name} with it; omit one of the two"
+                )
 
 
 def _check_beside(given: Mapping[str, object], place: str) -> None:
     """Raise if a name of ours is in a place where vLLM drops it."""
-    for name, near in strangers(given, (), (requests.KEY, *names.SETTINGS)):
+    for name, near in strangers(given, (), (*requests.NAMES, *names.SETTINGS)):
         if near in names.SETTINGS:
             requests.check_names({name: given[name]})
-        raise ValueError(f"{name} has no effect here; a request may set {requests.KEY} in {place}")
+        raise ValueError(f"{name} has no effect here; a request may set {near} in {place}")

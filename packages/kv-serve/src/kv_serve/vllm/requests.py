@@ -10,6 +10,7 @@ from kv_serve.vllm import names
 from kv_serve.vllm.nearest import strangers
 
 KEY: Final = "kv_budget"  # the budget in a request's extra arguments
+NAMES: Final = (KEY, names.PREFIX)  # that a request may set
 _TRANSFER: Final = "kv_transfer_params"  # vLLM's own, for connectors that transfer keys and values
 
 
@@ -56,14 +57,13 @@ def check_names(extra_args: Mapping[str, object]) -> None:
         ValueError: a name begins with `kv_` or is a misspelling of ours, or the request asks for
             a transfer of keys and values.
     """
-    known = (KEY, names.PREFIX)
-    for name, near in strangers(extra_args, (*known, names.FORCED), (*known, *names.SETTINGS)):
+    for name, near in strangers(extra_args, (*NAMES, names.FORCED), (*NAMES, *names.SETTINGS)):
         if near == name:
             raise ValueError(
                 f"{name} is set for all requests when the engine starts; a request may only set "
-                f"{' and '.join(known)}"
+                f"{' and '.join(NAMES)}"
             )
-        meant = near if near in known else KEY
+        meant = near if near in NAMES else KEY
         raise ValueError(
             f"{name} is not a request argument and would have no effect; did you mean {meant}?"
         )

@@ -73,17 +73,17 @@ class SchedulerState:
         manager, *followers = [each for each in every if isinstance(each, PagedManager)]
         kept = len(followers) + 1 < len(every)
         assert kept == manager.kv_cache_spec.kept, "blocks are sized for all layers"
+        if turns and kept:
+            raise UnservableError(
+                f"{TURNS} is true, but layers of this model have a window or state of their own, "
+                "which is not stored with a conversation; omit the setting"
+            )
         if kept and managers.enable_caching:
             raise UnservableError(
                 "prefix caching is enabled, but prefixes would be found in layers that vLLM keeps "
                 "and not in pages; set enable_prefix_caching to false"
             )
         manager.lead(followers)
-        if turns and not managers.enable_caching:
-            raise UnservableError(
-                f"{TURNS} is true, but prefix caching is disabled in this engine; enable it "
-                "(--enable-prefix-caching), or omit the setting"
-            )
         if managers.enable_caching:
             manager.store_prefixes(turns=turns, lends=lends(policy, read=False))
         manager.expect_room(longest, chunk_budget(policy), others)

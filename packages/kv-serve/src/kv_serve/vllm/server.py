@@ -15,7 +15,7 @@ from kv_runtime import expect_known
 from kv_serve.vllm import adapters, middleware, plain
 from kv_serve.vllm.attach import connector, is_ours
 from kv_serve.vllm.config import check_settings, is_plain
-from kv_serve.vllm.names import BACKEND, KEY
+from kv_serve.vllm.names import BACKEND, KEY, TURNS
 
 logger = init_logger("vllm.kv_serve")
 
@@ -41,13 +41,17 @@ def run(given: Namespace) -> None:
     command.cmd(given)
 
 
-def apply_policy(given: Namespace, text: str | None, backend: str | None = None) -> None:
+def apply_policy(
+    given: Namespace, text: str | None, backend: str | None = None, *, turns: bool = False
+) -> None:
     """Set the options that a policy needs; do nothing if neither `text` nor the options name one.
 
     Args:
         given: vLLM's options, changed in place.
         text: the policy; None: only `additional_config` may name one.
         backend: the backend of attention and pages; None: only `additional_config` may name one.
+        turns: whether the states of finished requests are stored; False: only `additional_config`
+            may say so.
 
     Raises:
         ValueError: an option of vLLM conflicts, the policy or the backend is unknown, or there is a
@@ -62,7 +66,7 @@ def apply_policy(given: Namespace, text: str | None, backend: str | None = None)
                 f"{asked[key][0]} is {value} and {key} in --additional-config is {config[key]}; "
                 "omit one of them"
             )
-    settings = {**config, **own}
+    settings = {**config, **own} | ({TURNS: True} if turns else {})
     check_settings(settings)
     if KEY not in settings:
         return

@@ -14,6 +14,7 @@ from kv_runtime import AHEAD, Account, request_pages
 from kv_serve.vllm.attach import attach
 from kv_serve.vllm.block_source import BlockSource, OwnPool, SharedPool
 from kv_serve.vllm.config import UnservableError, served_policy
+from kv_serve.vllm.names import TURNS
 from kv_serve.vllm.prefixes import Prefixes
 
 
@@ -45,7 +46,7 @@ class PagedSpec(FullAttentionSpec):
         """
         register()
         attach(vllm_config)
-        if self.kept:
+        if self.kept and not vllm_config.additional_config.get(TURNS):  # which is refused
             vllm_config.cache_config.enable_prefix_caching = False
         longest, policy = vllm_config.model_config.max_model_len, served_policy(vllm_config)
         pages = request_pages(policy, self.account, longest)
