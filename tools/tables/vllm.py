@@ -355,9 +355,32 @@ def cell_share(cell: Row | None) -> str:
     return "" if cell is None else f"{cell['mean']:.3f} ({within(cell)})"
 
 
+def vllm_documents(result: Row, said: Said) -> Iterator[str]:
+    """Yield the figures, and what each policy read and held."""
+    yield markdown.figures(result, said)
+    yield table(
+        (
+            *("policy", "first token, warm over cold", "MiB for one question", "for 16"),
+            *("prompt tokens of the chat", "read"),
+        ),
+        (
+            (
+                f"`{row['policy']}`",
+                f"{row['warm_over_cold']:.4f}",
+                f"{row['one_bytes'] / 2**20:.1f}",
+                f"{row['sharers_bytes'] / 2**20:.1f}",
+                f"{row['chat_whole']:,}",
+                f"{row['chat_read']:,}",
+            )
+            for row in result["rows"]
+        ),
+    )
+
+
 WRITERS: Final = {
     "hybrid_quality": hybrid_quality,
     "vllm_capacity": vllm_capacity,
+    "vllm_documents": vllm_documents,
     "vllm_gate": vllm_gate,
     "vllm_loaded": vllm_loaded,
     "vllm_models": vllm_models,

@@ -93,10 +93,12 @@ def test_a_policy_in_pages_names_its_connector_where_metrics_are_served() -> Non
     assert not given.kv_transfer_config.kv_connector_extra_config
 
 
-def test_prefixes_are_not_looked_for_under_a_policy_in_pages() -> None:
-    assert applied(SELECTED).enable_prefix_caching is False
-    assert applied(SELECTED, "--enable-prefix-caching").enable_prefix_caching is True
-    assert applied("k8v4").enable_prefix_caching is options().enable_prefix_caching
+def test_prefix_caching_is_as_asked() -> None:
+    for text in ("k8v4", SELECTED):
+        assert applied(text).enable_prefix_caching is options().enable_prefix_caching
+        for on in (True, False):
+            option = f"--{'' if on else 'no-'}enable-prefix-caching"
+            assert applied(text, option).enable_prefix_caching is on
 
 
 def test_our_connector_may_be_named_by_hand() -> None:

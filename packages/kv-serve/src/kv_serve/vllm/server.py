@@ -94,8 +94,8 @@ def _add_middleware(given: Namespace, path: str) -> None:
 def _choose_storage(given: Namespace, policy: KVPolicy) -> None:
     """Configure our connector so that the process that serves metrics also sees it.
 
-    Prefix caching is disabled where it has no effect, unless the user has set it. Which connectors
-    of vLLM a policy without pages may have is checked with the whole configuration.
+    Which connectors of vLLM a policy without pages may have is checked with the whole
+    configuration.
     """
     asked = given.kv_transfer_config
     if asked is not None and is_plain(policy) == is_ours(asked):
@@ -108,10 +108,6 @@ def _choose_storage(given: Namespace, policy: KVPolicy) -> None:
         return
     if asked is None:
         given.kv_transfer_config = connector()
-    if (
-        given.enable_prefix_caching is None
-    ):  # no prefix is found in pages, and states cannot do both
-        given.enable_prefix_caching = False
 
 
 def _choose_backend(given: Namespace) -> None:

@@ -28,6 +28,7 @@ from kv_serve.vllm.attach import attach, is_ours
 from kv_serve.vllm.beside import claim_folder, refused_kept
 from kv_serve.vllm.config import UnservableError, plain_format
 from kv_serve.vllm.connector import PageLayer
+from kv_serve.vllm.names import PREFIX, TURNS
 from kv_serve.vllm.rows import RowsBuilder
 from kv_serve.vllm.shape import first_heads, kept_specs
 from kv_serve.vllm.slots import SlotBuilder
@@ -249,7 +250,13 @@ def stored(config: VllmConfig, policy: KVPolicy, shape: CacheShape) -> VllmSlots
     register()
     cache = config.cache_config
     if cache.enable_prefix_caching:
-        logger.info("prefixes are not shared: vLLM's blocks do not hold the tokens of %s", policy)
+        logger.info(
+            "vLLM's blocks do not hold the tokens of %s, so no prefix is found by its blocks; "
+            "stored are prefixes that requests name by %s, and with %s those of finished requests",
+            policy,
+            PREFIX,
+            TURNS,
+        )
     own = cache.block_size if cache.user_specified_block_size else None
     return BilledPages(policy, shape, own, full, config)
 
