@@ -294,13 +294,31 @@ def test_a_cache_says_why_it_has_no_state_or_takes_none() -> None:
     Passes(1).over([shares], ragged(3))
     with pytest.raises(ValueError, match="shared pool cannot be saved"):
         shares.state()
-    with pytest.raises(ValueError, match="with a pool of its own"):
-        PolicyCache(parse("k8v4"), SHAPE, pool=pool).restore(state_of("k8v4"))
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_state_is_restored_in_a_pool_that_others_use(name: str) -> None:
+    policy = EVERY[name]
+    saved = filled(policy, (11, 5), steps=6)
+    state = saved.state()
+    size = PolicyCache(policy, SHAPE, page_tokens=4).layout.page_bytes
+    memory = torch.full((900, size), 255, dtype=torch.uint8)
+    pool = PagePool.over(memory, poison=True)
+    other, cache = (PolicyCache(policy, SHAPE, page_tokens=4, pool=pool) for _ in range(2))
+    Passes(3).over([other], ragged(7, 2))
+    cache.restore(state)
+    other.release()
+    expect_alike([saved, cache], seed=5, near=1e-5)
+    cache.release()
+    assert pool.used == 0
 
 
 def test_a_pool_that_is_too_small_stays_empty() -> None:
     state = state_of("raw")
-    cache = PolicyCache(parse("raw"), SHAPE, pages=5)
-    with pytest.raises(PoolExhausted):
-        cache.restore(state)
-    assert cache.batch is None
+    pool = PagePool(PolicyCache(parse("raw"), SHAPE).layout.page_bytes, 5, grows=False)
+    for room in ({"pages": 5}, {"pool": pool}):
+        cache = PolicyCache(parse("raw"), SHAPE, **room)
+        with pytest.raises(PoolExhausted):
+            cache.restore(state)
+        assert cache.batch is None
+    assert pool.used == 0

@@ -734,32 +734,30 @@ class PolicyCache:
     def restore(self, state: CacheState) -> None:
         """Continue from the state of another cache of this policy and shape, and of this basis.
 
-        Page size, pool and device may differ. The state may be from an untrusted file.
+        Page size, pool and device may differ, and the pool may be shared. The state may be from an
+        untrusted file.
 
         Raises:
-            ValueError: the cache holds tokens or its pool is shared, or the state is of another
-                policy, shape or basis; nothing has changed.
+            ValueError: the cache holds tokens, or the state is of another policy, shape or basis;
+                nothing has changed.
             DamagedStateError: the state contradicts itself; nothing has changed.
             kv_paging.PoolExhausted: a fixed pool is too small; nothing has changed.
         """
-        if self.batch is not None or self._pool is not None:
-            raise ValueError(
-                "a state is restored in an empty cache with a pool of its own; create a new cache"
-            )
+        if self.batch is not None:
+            raise ValueError("a state is restored in an empty cache; create a new one, or reset it")
         expect_facts(self.policy, self.layout, self.bases, state.facts)
         expect_state(self.layout, state)
         sequences = state.facts.sequences
         plans = plans_of(self.layout, self.selector, state)
         try:
             with torch.inference_mode(False), torch.no_grad():
-                batch = self._allocate(sequences)
+                self.batch = batch = self._allocate(sequences)
                 fill(batch, state)
                 if isinstance(self._keeper, KeepSelected) and plans is not None:
                     self._keeper.restore(plans, self.device)
         except BaseException:
-            self.reset()
+            self.release()
             raise
-        self.batch = batch
 
     def __deepcopy__(self, memo: dict[int, object]) -> "PolicyCache":
         """Copy the cache with a private pool of the same size; policy and bases are shared.

@@ -8,6 +8,7 @@ import torch
 from kv_policy import KVPolicy, complete
 from kv_runtime.cache import PolicyCache
 from kv_runtime.copies import HostCopy
+from kv_runtime.saved import CacheState
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,24 @@ class StoredPrefixes:
     def move(self, number: int, cache: PolicyCache, sequence: int) -> None:
         """Store the state of a sequence that is released next; no page is copied."""
         self.caches[number] = cache.branch(sequence, whole=True)
+        self._new.append(number)
+
+    def load(self, number: int, empty: PolicyCache, state: CacheState) -> None:
+        """Store the state of a file.
+
+        Args:
+            number: the number.
+            empty: a cache without sequences, over the pool.
+            state: of one sequence; it may be from an untrusted file.
+
+        Raises:
+            DamagedStateError: the state contradicts itself.
+            ValueError: it is of another policy, shape or basis.
+            kv_paging.PoolExhausted: too few pages.
+        """
+        cache = empty.another()
+        cache.restore(state)
+        self.caches[number] = cache
         self._new.append(number)
 
     def begin(self, number: int) -> PolicyCache:

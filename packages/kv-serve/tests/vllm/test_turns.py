@@ -82,7 +82,7 @@ def test_parts_and_turns_are_those_of_transformers(
 def test_turns_need_prefix_caching(start: Start, tiny: Callable[..., str]) -> None:
     given = {"kv_policy": "snapkv:budget=24,window=8", "kv_turns": True}
     with (
-        pytest.raises(Exception, match="kv_turns is true, but prefix caching is disabled"),
+        pytest.raises(Exception, match="kv_turns is given, but prefix caching is disabled"),
         start(
             tiny(),
             **LARGE,

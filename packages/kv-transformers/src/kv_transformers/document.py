@@ -161,9 +161,18 @@ def load(path: Path, model: "PreTrainedModel") -> tuple[Facts, Document, CacheSt
         FileNotFoundError: the file does not exist.
         ValueError: it is damaged, of a newer format, no document, or of another model.
     """
+    return load_for(path, fingerprint_of(model))
+
+
+def load_for(path: Path, found: str | None) -> tuple[Facts, Document, CacheState]:
+    """Read a file for a model with this fingerprint, as `load`; None: it has none.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: it is damaged, of a newer format, no document, or of another model.
+    """
     text, tensors = read_advised(path, FORMAT, _ADVICE)
     facts = _decoded(path, text)
-    found = fingerprint_of(model)
     if found != facts.fingerprint:
         here = (
             "was not loaded from a folder that can be compared" if found is None else f"is {found}"

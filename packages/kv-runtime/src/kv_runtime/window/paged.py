@@ -27,7 +27,7 @@ from kv_runtime.window.base import Left, RingBuffer, Window, expect_alike
 
 _KEYS: Final[VectorNames] = frozenset({"keys"})
 _VALUES: Final[VectorNames] = frozenset({"values"})
-_IN_PAGES: Final = "a raw window in pages cannot be saved or restored; use a pool for one cache"
+_IN_PAGES: Final = "a raw window in pages cannot be saved; use a pool for one cache"
 
 
 class PagedWindow(RingBuffer):
@@ -292,12 +292,14 @@ class PagedWindow(RingBuffer):
         raise ValueError(_IN_PAGES)
 
     def restore(self, tensors: Mapping[str, Tensor], seen: Int[Tensor, " B"]) -> None:
-        """Raise: pages of a pool are not restored.
-
-        Raises:
-            ValueError: always.
-        """
-        raise ValueError(_IN_PAGES)
+        """Fill the slots from `tensors` of another window of this shape."""
+        self._hold_newest(seen)
+        slot = torch.arange(self.size, device=seen.device).expand_as(self.position)
+        each = [tensors.get(name) for name in ("key", "value", "score")]
+        key, value, score = (None if x is None else x.flatten(0, 2) for x in each)
+        assert key is not None, "checked with the state"
+        assert value is not None, "values in keys are not in pages of a pool"
+        self._write(slice(None), slot, self.position >= 0, key, value, score)
 
     def _read(self, layers: slice, vectors: VectorNames) -> Stored:
         store = self._store

@@ -24,6 +24,8 @@ Serve a model with vLLM's OpenAI-compatible server and a compressed KV cache.
   --kv-backend NAME
                    what computes attention and writes pages under a policy: torch, cpu, triton, or
                    auto, the fastest one that works here
+  --documents DIR  files of `kv-serve compress`, which requests that begin with their tokens
+                   continue without reading them
   --kv-turns       keep the compressed conversation of a finished request in free memory; the next
                    turn of the chat goes on from it
 
@@ -36,6 +38,7 @@ def serve(
     policy: Annotated[str | None, typer.Option("--policy")] = None,
     kv_backend: Annotated[str | None, typer.Option("--kv-backend")] = None,
     kv_turns: Annotated[bool, typer.Option("--kv-turns")] = False,
+    documents: Annotated[str | None, typer.Option("--documents")] = None,
 ) -> None:
     """Serve a model with vLLM's OpenAI-compatible server and a compressed KV cache."""
     given = ["--help" if each == "-h" else each for each in arguments or ()]
@@ -59,7 +62,7 @@ def serve(
     if model is not None and options.served_model_name is None:
         options.served_model_name = [model]
     with refusing(ValueError):
-        apply_policy(options, policy, kv_backend, turns=kv_turns)
+        apply_policy(options, policy, kv_backend, documents, turns=kv_turns)
     run(options)
 
 

@@ -9,7 +9,7 @@ from kv_attention import check_backend
 from kv_policy import CacheShape, KVPolicy, TokenFormat, complete, keeps_shape, parse, tier_formats
 from kv_runtime import AUTO
 from kv_serve.vllm.beside import refused_connector, refused_drafts
-from kv_serve.vllm.names import BACKEND, KEY, POISON, SETTINGS, TURNS
+from kv_serve.vllm.names import BACKEND, DOCUMENTS, KEY, POISON, SETTINGS, TURNS
 from kv_serve.vllm.nearest import strangers
 from kv_serve.vllm.versions import SERVED, is_served
 
@@ -57,16 +57,20 @@ def check_settings(given: object) -> None:
         raise UnservableError(
             f'{KEY} is {text!r}; give a policy\'s text, for example {{"{KEY}": "k8v4"}}'
         )
+    folder = given.get(DOCUMENTS)
+    if folder is not None and not isinstance(folder, str):
+        raise UnservableError(f"{DOCUMENTS} is {folder!r}; give the path of a folder")
     for name in (POISON, TURNS):
         if not isinstance(given.get(name, False), bool):
             raise UnservableError(f"{name} is {given[name]!r}; give true or false")
     if not isinstance(backend, str):
         raise UnservableError(f"{BACKEND} is {backend!r}; give the name of a backend")
-    if given.get(TURNS) and KEY not in given:
-        raise UnservableError(
-            f"{TURNS} is true and there is no {KEY}, without which vLLM's own prefix cache serves "
-            f"the turns of a chat; give a {KEY}, or omit {TURNS}"
-        )
+    for name in (TURNS, DOCUMENTS):
+        if given.get(name) and KEY not in given:
+            raise UnservableError(
+                f"{name} is given and there is no {KEY}, without which vLLM's own prefix cache "
+                f"serves turns and documents; give a {KEY}, or omit {name}"
+            )
     if backend != AUTO and KEY not in given:
         raise UnservableError(
             f"{BACKEND} is {backend} and there is no {KEY}, without which vLLM's own attention "
@@ -147,10 +151,17 @@ def check_engine(config: VllmConfig, policy: KVPolicy) -> None:
     )
     for what in (each for each in refused if each is not None):
         raise UnservableError(f"the policy {policy} cannot be served with {what}")
-    if config.additional_config.get(TURNS) and not config.cache_config.enable_prefix_caching:
+    for name in (TURNS, DOCUMENTS):
+        if config.additional_config.get(name) and not config.cache_config.enable_prefix_caching:
+            raise UnservableError(
+                f"{name} is given, but prefix caching is disabled in this engine; enable it "
+                "(--enable-prefix-caching), or omit the setting"
+            )
+    if plain and config.additional_config.get(DOCUMENTS):
         raise UnservableError(
-            f"{TURNS} is true, but prefix caching is disabled in this engine; enable it "
-            "(--enable-prefix-caching), or omit the setting"
+            f"{DOCUMENTS} is given, but under {policy} tokens are in vLLM's slots, into which no "
+            "file is loaded; omit it (vLLM's prefix cache shares what requests have read), or "
+            "use another policy"
         )
     if model.use_mla:
         _check_latents(policy, config.device_config.device_type)

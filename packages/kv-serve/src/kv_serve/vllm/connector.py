@@ -20,6 +20,7 @@ from kv_runtime import RequestRows
 from kv_serve.vllm import boundaries, failures
 from kv_serve.vllm.attach import is_heard
 from kv_serve.vllm.config import served_policy
+from kv_serve.vllm.documents import documents
 from kv_serve.vllm.memory import Memory
 from kv_serve.vllm.messages import StepMetadata, WorkerReport
 from kv_serve.vllm.metrics import PolicyMetrics, PolicyStats
@@ -142,7 +143,12 @@ class PagesConnector(
         each = (-(-x.max_memory_usage_bytes(self._vllm_config) // x.page_size_bytes) for x in kept)
         turns = bool(self._vllm_config.additional_config.get(TURNS))
         self._ledger = SchedulerState.over(
-            self._policy, kv_cache_manager, longest, sum(each), turns=turns
+            self._policy,
+            kv_cache_manager,
+            longest,
+            sum(each),
+            turns=turns,
+            loaded=documents(self._vllm_config, self._policy),
         )
 
     def failed(self, told: Collection[int]) -> set[str]:
@@ -173,9 +179,7 @@ class PagesConnector(
 
     def reset_cache(self) -> bool:
         """Drop all stored prefixes, for example before the engine sleeps."""
-        prefixes = self.scheduler_state.manager.prefixes
-        if prefixes is not None:
-            prefixes.reset()
+        self.scheduler_state.manager.reset_prefixes()
         return True
 
     def has_pending_block_frees(self) -> bool:

@@ -15,8 +15,10 @@ PREFIX: Final = "kv_prefix"
 
 TURNS: Final = "kv_turns"  # in `additional_config`; true: store the states of finished requests
 
+DOCUMENTS: Final = "kv_documents"  # also there: a folder of files that `kv-serve compress` wrote
+
 # Settings of kv-serve in `additional_config`; other names with its prefix are rejected.
-SETTINGS: Final = (KEY, BACKEND, POISON, TURNS)
+SETTINGS: Final = (KEY, BACKEND, POISON, TURNS, DOCUMENTS)
 
 # vLLM's names of its CPU attention backends, and our replacements, which use the stock
 # implementation unless a policy is configured.

@@ -5,10 +5,10 @@ tokens that a client names (`kv_prefix`), or where a request ended, for the next
 """
 
 from array import array
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
@@ -16,7 +16,11 @@ from kv_runtime import Account
 from kv_serve.vllm.block_source import BlockSource
 
 if TYPE_CHECKING:
+    from hashlib import _Hash as Hash
+
     from vllm.v1.request import Request
+
+_FILE: Final = ""  # in place of the name of a request: the prefix is of a file
 
 
 @dataclass(slots=True)
@@ -64,6 +68,7 @@ class Prefixes:
     _readers: dict[bytes, str] = field(default_factory=dict)  # requests that will store a prefix
     _keys: dict[str, bytes] = field(default_factory=dict)  # of the marks, by request
     _last: int = 0  # number of the newest prefix
+    _loaded: set[int] = field(default_factory=set)  # lengths of prefixes from files
     _hits: int = 0
     _tokens: int = 0
 
@@ -73,6 +78,35 @@ class Prefixes:
             name = request.request_id
             self.marks[name] = mark
             self._keys[name] = keys_of(request, [mark], budget)[mark]
+
+    def load(self, number: int, ids: tuple[int, ...], pages: int) -> None:
+        """Add a prefix that workers have loaded from a file; its blocks are in use until `reset`.
+
+        Args:
+            number: its number, which is the next one.
+            ids: its tokens.
+            pages: the most pages that it has.
+
+        Raises:
+            ValueError: there are too few free blocks, or the same tokens were loaded.
+        """
+        key = _key(ids, None, None, "")
+        if self.account.blocks(pages) > self.free() or key in self._by_key:
+            raise ValueError(
+                "its tokens are those of another document"
+                if key in self._by_key
+                else f"it takes {self.account.blocks(pages)} blocks, and {self.free()} are free"
+            )
+        prefix = self._made(key, len(ids), pages, 1)  # which the first step reports
+        assert prefix.number == number, "documents are loaded first, in their order"
+        prefix.ready = True
+        self._use(prefix, _FILE)
+        self._loaded.add(prefix.tokens)
+
+    @property
+    def loaded_blocks(self) -> int:
+        """Blocks of prefixes from files."""
+        return sum(len(each.blocks) for each in self.stored.values() if _FILE in each.users)
 
     def match(self, request: "Request", budget: str) -> int | None:
         """Return the tokens of the longest prefix that a waiting request continues.
@@ -87,8 +121,8 @@ class Prefixes:
         if request.skip_reading_prefix_cache:
             return 0
         mark, most = self.marks.get(name), request.num_tokens - 1
-        lengths = {each.tokens for each in self.stored.values()} if self.turns else set()
-        lengths |= set() if mark is None else {mark}
+        lengths = {each.tokens for each in self.stored.values()} if self.turns else self._loaded
+        lengths = lengths | set() if mark is None else {mark}
         found = keys_of(request, [each for each in lengths if each <= most], budget)
         for length in sorted(found, reverse=True):
             prefix = self._by_key.get(found[length])
@@ -212,11 +246,18 @@ class Prefixes:
             total -= self._count(prefix)
             self._drop(prefix)
 
-    def reset(self) -> None:
-        """Drop all prefixes, those in use once their requests have ended."""
+    def reset(self) -> list[KVCacheBlock]:
+        """Drop all prefixes, those in use once their requests have ended; return free blocks."""
+        blocks: list[KVCacheBlock] = []
         self._by_key.clear()
-        for prefix in [each for each in self.stored.values() if not each.users]:
-            self._drop(prefix)
+        self._loaded = set()
+        for prefix in list(self.stored.values()):
+            prefix.users.discard(_FILE)
+            if not prefix.users:
+                blocks += self.source.release(prefix.blocks)
+                prefix.blocks = []
+                self._drop(prefix)
+        return blocks
 
     def orders(self) -> tuple[dict[str, int], tuple[int, ...]]:
         """Return what was kept and dropped since the last step."""
@@ -269,10 +310,20 @@ def keys_of(request: "Request", lengths: Iterable[int], budget: str) -> dict[int
     Keys differ if the tokens, the LoRA adapter, the cache salt or the budget does.
     """
     lora = None if request.lora_request is None else request.lora_request.lora_name
-    of = repr((lora, request.cache_salt, budget)).encode()
-    digest = sha256(sha256(of).digest())
+    digest = _begun(lora, request.cache_salt, budget)
     found, begin, ids = {}, 0, request.all_token_ids
     for length in sorted({*lengths}):
         digest.update(array("q", ids[begin:length]).tobytes())
         found[length], begin = digest.digest(), length
     return found
+
+
+def _key(ids: Sequence[int], lora: str | None, salt: str | None, budget: str) -> bytes:
+    digest = _begun(lora, salt, budget)
+    digest.update(array("q", ids).tobytes())
+    return digest.digest()
+
+
+def _begun(lora: str | None, salt: str | None, budget: str) -> "Hash":
+    of = repr((lora, salt, budget)).encode()
+    return sha256(sha256(of).digest())

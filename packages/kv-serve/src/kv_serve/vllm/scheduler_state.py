@@ -1,6 +1,6 @@
 """The scheduler's side: requests, their budgets and their reported pages."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -10,6 +10,7 @@ from vllm.v1.request import RequestStatus
 from kv_policy import Budget, KVPolicy, complete
 from kv_runtime import Measured, RequestStep, budget_tokens, chunk_budget, kept_tokens, lends
 from kv_serve.vllm.config import UnservableError
+from kv_serve.vllm.documents import LoadedDocument
 from kv_serve.vllm.messages import StepMetadata, WorkerReport
 from kv_serve.vllm.names import PREFIX, TURNS
 from kv_serve.vllm.prefixes import Prefixes, has_other_inputs
@@ -55,6 +56,7 @@ class SchedulerState:
         others: int = 0,
         *,
         turns: bool = False,
+        loaded: Iterable[LoadedDocument] = (),
     ) -> "SchedulerState":
         """Create the state with our manager, taken from vLLM's.
 
@@ -64,6 +66,7 @@ class SchedulerState:
             longest: tokens of the longest request.
             others: blocks that the longest request needs in layers that vLLM keeps.
             turns: whether the states of finished requests are stored.
+            loaded: documents that workers have loaded.
 
         Raises:
             UnservableError: the pool is too small for a prompt of `longest` tokens, or prefixes
@@ -86,6 +89,8 @@ class SchedulerState:
         manager.lead(followers)
         if managers.enable_caching:
             manager.store_prefixes(turns=turns, lends=lends(policy, read=False))
+        for document in loaded:
+            manager.load(document)
         manager.expect_room(longest, chunk_budget(policy), others)
         book = cls(policy, manager, longest, others)
         book._warn_if_idle(longest)

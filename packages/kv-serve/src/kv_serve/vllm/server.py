@@ -15,7 +15,7 @@ from kv_runtime import expect_known
 from kv_serve.vllm import adapters, middleware, plain
 from kv_serve.vllm.attach import connector, is_ours
 from kv_serve.vllm.config import check_settings, is_plain
-from kv_serve.vllm.names import BACKEND, KEY, TURNS
+from kv_serve.vllm.names import BACKEND, DOCUMENTS, KEY, TURNS
 
 logger = init_logger("vllm.kv_serve")
 
@@ -42,7 +42,12 @@ def run(given: Namespace) -> None:
 
 
 def apply_policy(
-    given: Namespace, text: str | None, backend: str | None = None, *, turns: bool = False
+    given: Namespace,
+    text: str | None,
+    backend: str | None = None,
+    folder: str | None = None,
+    *,
+    turns: bool = False,
 ) -> None:
     """Set the options that a policy needs; do nothing if neither `text` nor the options name one.
 
@@ -50,6 +55,7 @@ def apply_policy(
         given: vLLM's options, changed in place.
         text: the policy; None: only `additional_config` may name one.
         backend: the backend of attention and pages; None: only `additional_config` may name one.
+        folder: of documents; None: only `additional_config` may name one.
         turns: whether the states of finished requests are stored; False: only `additional_config`
             may say so.
 
@@ -58,7 +64,11 @@ def apply_policy(
             backend without a policy.
     """
     config = given.additional_config
-    asked = {KEY: ("--policy", text), BACKEND: ("--kv-backend", backend)}
+    asked = {
+        KEY: ("--policy", text),
+        BACKEND: ("--kv-backend", backend),
+        DOCUMENTS: ("--documents", folder),
+    }
     own = {key: value for key, (_, value) in asked.items() if value is not None}
     for key, value in own.items():
         if config.get(key, value) != value:

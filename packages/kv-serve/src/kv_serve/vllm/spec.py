@@ -14,6 +14,7 @@ from kv_runtime import AHEAD, Account, request_pages
 from kv_serve.vllm.attach import attach
 from kv_serve.vllm.block_source import BlockSource, OwnPool, SharedPool
 from kv_serve.vllm.config import UnservableError, served_policy
+from kv_serve.vllm.documents import LoadedDocument
 from kv_serve.vllm.names import TURNS
 from kv_serve.vllm.prefixes import Prefixes
 
@@ -121,16 +122,35 @@ class PagedManager(FullAttentionManager):
             return
         pool = self.block_pool
         self.lends = lends
-        self.prefixes = prefixes = Prefixes(
-            self.account, self.source, pool.get_num_free_blocks, turns
-        )
+        self.prefixes = Prefixes(self.account, self.source, pool.get_num_free_blocks, turns)
         reset = pool.reset_prefix_cache
 
         def reset_all() -> bool:  # as when weights have changed
-            prefixes.reset()
+            self.reset_prefixes()
             return bool(reset())
 
         pool.reset_prefix_cache = reset_all
+
+    def load(self, document: LoadedDocument) -> None:
+        """Take blocks for a document that workers have loaded.
+
+        Raises:
+            UnservableError: there are too few, or none can be stored in this engine.
+        """
+        try:
+            if self.prefixes is None:
+                raise ValueError(
+                    "prefix caching is disabled, or layers have windows or states of their own"
+                )
+            pages = document.most_pages(self.account)
+            self.prefixes.load(document.number, document.ids, pages)
+        except ValueError as error:
+            raise UnservableError(f"{document.path} cannot be served: {error}") from error
+
+    def reset_prefixes(self) -> None:
+        """Drop all stored prefixes."""
+        if self.prefixes is not None:
+            self.block_pool.free_blocks(reversed(self.prefixes.reset()))
 
     def most_pages(self, request_id: str, tokens: int) -> int:
         """Return the most pages of a request after `tokens` tokens, with those of its prefix."""
@@ -153,6 +173,8 @@ class PagedManager(FullAttentionManager):
             UnservableError: the pool is too small.
         """
         needed, there = self.blocks_for(longest, kept=kept), self.source.most - others
+        if self.prefixes is not None:
+            there -= self.prefixes.loaded_blocks
         if needed > there:
             fits = max(1, longest * there // needed)
             when, less = "until it is compressed", f"max_model_len of about {fits}"

@@ -10,9 +10,10 @@ from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
-from kv_paging import PagePool, page_kernels_of
+from kv_paging import PagePool, PoolExhausted, page_kernels_of
 from kv_policy import KVPolicy
 from kv_runtime import (
+    DamagedStateError,
     HeldCopy,
     Meter,
     PolicyCache,
@@ -22,6 +23,8 @@ from kv_runtime import (
     Tally,
 )
 from kv_serve.vllm.attach import is_heard
+from kv_serve.vllm.config import UnservableError
+from kv_serve.vllm.documents import documents
 from kv_serve.vllm.memory import Memory
 from kv_serve.vllm.messages import RequestPages, StepMetadata, WorkerReport
 from kv_serve.vllm.names import POISON
@@ -85,7 +88,17 @@ class Worker:
             tally=None if meter is None else meter.tally,
             careful=True,
         )
-        return cls(RequestBatch(empty, layer.impl.scale, _tell), pool, memory, meter)
+        requests = RequestBatch(empty, layer.impl.scale, _tell)
+        for each in documents(config, policy):
+            try:
+                requests.prefixes.load(each.number, empty, each.state)
+            except DamagedStateError as error:
+                raise each.damaged(error) from None
+            except PoolExhausted as error:
+                raise UnservableError(f"{each.path} is larger than the memory: {error}") from error
+            except ValueError as error:
+                raise UnservableError(f"{each.path} cannot be served: {error}") from error
+        return cls(requests, pool, memory, meter)
 
     def begin(self, metadata: StepMetadata) -> None:
         """Begin a step: free requests that ended, compress if blocks are short, and move pages.

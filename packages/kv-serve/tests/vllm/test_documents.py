@@ -1,0 +1,113 @@
+"""Documents in files: loaded when an engine starts, and continued by requests."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from asking import asked, pages
+from live_engine import ends
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+Start = Callable[..., AbstractContextManager["LLM"]]
+COUNT = 10
+OPTIONS = {
+    "kv_cache_memory_bytes": 1 << 20,
+    "max_model_len": 256,
+    "max_num_batched_tokens": 512,
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+}
+
+
+def written(folder: str, policy: str, ids: Sequence[int], path: Path, **how: object) -> object:
+    """Write a document; return its cache and model, which go on."""
+    from transformers import AutoModelForCausalLM
+
+    from kv_transformers import CompressedCache, passing
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    cache, given = CompressedCache(model, policy, page_tokens=16), torch.tensor([list(ids)])
+    with torch.no_grad():
+        model(given, **passing(model, cache))
+    cache.save(path, given, **how)
+    return model, cache
+
+
+def answer(model: object, cache: object, question: Sequence[int]) -> list[int]:
+    """Generate greedily behind a document."""
+    from kv_transformers import passing
+
+    fresh, found = torch.tensor([list(question)]), []
+    for _ in range(COUNT):
+        with torch.no_grad():
+            logits = model(fresh, **passing(model, cache)).logits
+        found.append(int(logits[0, -1].argmax()))
+        fresh = torch.tensor([found[-1:]])
+    return found
+
+
+@pytest.mark.parametrize(
+    "policy",
+    ["k8v4:window=8", "k4v4:keys=channel,block=16", "kv-compress:rate=2,floor=16", "leankv"],
+)
+def test_a_document_is_continued_as_in_transformers(
+    start: Start, weights: str, prompts: list[list[int]], tmp_path: Path, policy: str
+) -> None:
+    book, other = prompts[0][:100], prompts[1][:61]
+    written(weights, policy, other, tmp_path / "another.kv")
+    model, cache = written(weights, policy, book, tmp_path / "book.kv")
+    expected = answer(model, cache, prompts[2][:20])
+    given = {"kv_policy": policy, "kv_poison": True, "kv_documents": str(tmp_path)}
+    with start(weights, **OPTIONS, additional_config=given) as engine:
+        for _ in range(2):
+            assert asked(engine, [book + prompts[2][:20]], COUNT) == [(expected, 100)]
+        assert asked(engine, [[*other, 5]], 1)[0][1] == 61
+        assert asked(engine, [book[:-1]], 1)[0][1] == 0
+        state, worker = ends(engine)
+        assert state.manager.prefixes is not None
+        held, request = pages(engine)
+        assert worker.pool.used == held + request
+        own = sum(len(each.blocks) for each in state.manager.prefixes.stored.values())
+        assert own == state.manager.prefixes.loaded_blocks
+        assert own * state.manager.account.block_pages >= held
+        pool = state.manager.block_pool
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1 - own
+        assert engine.llm_engine.reset_prefix_cache(reset_connector=True) in (True, False)
+        assert asked(engine, [book + prompts[2][:20]], COUNT)[0][1] == 0
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+
+
+def test_files_that_no_request_could_continue_are_refused(
+    start: Start, weights: str, tiny: Callable[..., str], prompts: list[list[int]], tmp_path: Path
+) -> None:
+    policy = "kv-compress:rate=2,floor=16"
+    book = prompts[0][:40]
+
+    def starting(said: str, model: str = weights, text: str = policy, **options: object) -> None:
+        given = {"kv_policy": text, "kv_documents": str(tmp_path)}
+        with (
+            pytest.raises(Exception, match=said),
+            start(model, **OPTIONS | options, additional_config=given),
+        ):
+            pass
+
+    starting(r"there is no file \*.kv in such a folder; write one with `kv-serve compress")
+    path = tmp_path / "book.kv"
+    written(weights, policy, book, path, private=True)
+    starting("has several sequences, or no token ids to compare with theirs")
+    written(weights, policy, book, path)
+    starting("is under the policy kv-compress.*, but .*leankv.* was given", text="leankv")
+    starting("into which no file is loaded", text="k8v4")
+    starting("prefix caching is disabled in this engine", enable_prefix_caching=False)
+    starting("was compressed with the model", model=tiny(), load_format="dummy")
+    path.write_bytes(path.read_bytes()[:-100])
+    starting("damaged")
+    written(weights, policy, book, path)
+    (tmp_path / "copy.kv").write_bytes(path.read_bytes())
+    starting("copy.kv cannot be served: its tokens are those of another document")
