@@ -188,6 +188,7 @@ def test_workers_add_up_what_they_hold_and_share_what_they_do() -> None:
         "tokens_kept": 7.5,
         "pages_used": 4,
         "pages_free": 16,
+        "prefix_bytes": 60,
         "kv_bytes_per_token": 20,
         "compression_ratio": 6,
     }
@@ -196,6 +197,8 @@ def test_workers_add_up_what_they_hold_and_share_what_they_do() -> None:
         "compression_seconds": 0.75,
         "tokens_dropped": 5,
         "bytes_saved": 1000,
+        "prefix_hits": 3,
+        "prefix_tokens": 90,
     }
 
 
@@ -207,6 +210,8 @@ def test_a_later_count_replaces_an_earlier_one_and_plans_add_up() -> None:
         "compression_seconds": 0.75,
         "tokens_dropped": 7,
         "bytes_saved": 950,
+        "prefix_hits": 3,
+        "prefix_tokens": 90,
     }
     ratios = {name: SOME.gauges()[name] for name in ("kv_bytes_per_token", "compression_ratio")}
     assert joined.gauges() == later.gauges() | ratios  # of when memory was last held
