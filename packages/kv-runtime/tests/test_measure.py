@@ -229,6 +229,7 @@ def test_there_is_no_ratio_of_nothing() -> None:
         "tokens_kept": 0,
         "pages_used": 0,
         "pages_free": 10,
+        "prefix_bytes": 0,
     }
 
 
