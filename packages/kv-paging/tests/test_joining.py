@@ -1,6 +1,6 @@
 """Batches over external memory that join and split, compared with separate sequences."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from halves import Halves
 from kv_paging import BOTH, PagePool, PerHeadRankTiers, PoolExhausted, Tiers, TokenStore, fit
 from kv_paging.moves import block_segments, take_pages
 from kv_policy import DROP, NOBODY, PageLayout, RawCodec, TokenFormat
@@ -16,28 +17,6 @@ LAYERS, HEADS, DIM = 2, 2, 3
 WIDE = TokenFormat(RawCodec(DIM, torch.float32), RawCodec(DIM, torch.float32))
 SMALL = TokenFormat(RawCodec(DIM, torch.float16), RawCodec(DIM, torch.float16))
 KINDS = [[0, 1], [1, 0]]  # of each layer and head, where heads differ
-
-
-@dataclass(frozen=True)
-class Halves:
-    """Two vectors together, in float16, the second first."""
-
-    dim: int
-    block: int = 2
-    layout: None = None
-
-    @property
-    def parts(self) -> tuple[int]:
-        return (4 * self.dim,)
-
-    def encode(self, x: Tensor) -> Tensor:
-        return x.half().flip(1).contiguous().flatten(1).view(torch.uint8)
-
-    def decode(self, data: Tensor) -> Tensor:
-        return data.contiguous().view(torch.float16).view(-1, 2, self.dim).flip(1)
-
-    def bound(self, x: Tensor) -> Tensor:
-        return x.abs() / 1024
 
 
 BLOCKS = TokenFormat(Halves(DIM), Halves(DIM))

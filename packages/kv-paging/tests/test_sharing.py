@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from kv_paging import PagePool, PoolExhausted, Tiers, fit
-from kv_policy import RawCodec, TokenFormat
+from halves import Halves
+from kv_paging import BOTH, PagePool, PoolExhausted, Tiers, fit
+from kv_policy import DROP, RawCodec, TokenFormat
 
 LAYERS, HEADS, DIM, TOKENS = 2, 3, 4, 8
 FORM = TokenFormat(RawCodec(DIM, torch.float32), RawCodec(DIM, torch.float32))
@@ -123,3 +124,74 @@ def test_sequences_that_lose_nothing_go_on_sharing() -> None:
     assert tiers.pages_used == one + LAYERS * HEADS  # the page that a gap is in
     tiers.select(torch.tensor([0]))
     assert tiers.pages_used == one
+
+
+def empty(tiers: Tiers) -> Tiers:
+    """Return empty tiers of one sequence over the pool of others."""
+    return Tiers(tiers.pool, [each.layout for each in tiers.parts], LAYERS, 1, HEADS)
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_a_branch_holds_the_tokens_of_a_sequence(share: bool) -> None:
+    tiers = document(43)
+    tiers.select(torch.tensor([0, 0]))
+    (store,), other = tiers.stores, empty(tiers)
+    rows = store.table_rows().view(LAYERS, 2, HEADS)[:, 1].flatten()
+    store.compact(rows, torch.arange(43).expand(len(rows), 43) % 4 > 0)
+    used = tiers.pool.used
+    tiers.branch(1, other, share=share)
+    full = 32 // TOKENS  # a head has 32 tokens left
+    assert tiers.pool.used == used + LAYERS * HEADS * (0 if share else full)
+    assert other.shared_pages().tolist() == [share * LAYERS * HEADS * full]
+    tiers.pool.check(torch.cat((tiers.pages(), other.pages())))
+    mine, theirs = store.read(rows, BOTH), other.stores[0].read(other.table_rows(), BOTH)
+    for name in ("key", "value", "score", "position"):
+        assert torch.equal(getattr(mine, name), getattr(theirs, name)), name
+    tiers.release()
+    again = other.stores[0].read(other.table_rows(), BOTH)
+    assert torch.equal(again.key, theirs.key)
+    other.check()
+
+
+def test_a_whole_branch_copies_no_page() -> None:
+    tiers = document(43)
+    other, used = empty(tiers), tiers.pool.used
+    tiers.branch(0, other, whole=True)
+    assert tiers.pool.used == used
+    tiers.release()
+    other.check()
+    assert tiers.pool.used == used
+    assert other.counts().sum() == 43 * LAYERS * HEADS
+
+
+def test_a_branch_without_pages_for_copies_changes_nothing() -> None:
+    tiers = document(43, pages=LAYERS * HEADS * 6 + 1)
+    other = empty(tiers)
+    with pytest.raises(PoolExhausted):
+        tiers.branch(0, other, share=True)
+    assert not other.counts().any()
+    tiers.check()
+    with pytest.raises(ValueError, match="sequence 1 does not exist; there are 1"):
+        tiers.branch(1, other)
+
+
+def test_a_branch_knows_the_holes_of_blocks() -> None:
+    form = TokenFormat(Halves(DIM), Halves(DIM))
+    (layout,) = fit([form], TOKENS, scores=True, positions=True)
+    pool = PagePool(layout.nbytes, poison=True)
+    raw = TokenFormat(RawCodec(DIM, torch.float32), RawCodec(DIM, torch.float32))
+    tiers, other = (Tiers(pool, [layout], LAYERS, 1, HEADS, raw=raw) for _ in range(2))
+    rows = tiers.table_rows()
+    tiers.append(0, rows, *tokens(len(rows), 22), *beside(len(rows), 22))
+    for _ in range(3):
+        score, place = tiers.weakest()
+        drop = torch.full((len(rows),), DROP, dtype=torch.uint8)
+        first = torch.zeros_like(drop)
+        key, value, _ = tokens(len(rows))
+        given = torch.full((len(rows),), 9.0), torch.full((len(rows),), 99)
+        tiers.step(first, first, drop, place, key, value, *given)
+        assert bool(score.isfinite().all())
+    tiers.branch(0, other, share=True)
+    assert torch.equal(other.counts(), tiers.counts())
+    assert tiers.stores[0].live.sum() < tiers.stores[0].length.sum()  # some are holes
+    pool.check(torch.cat((tiers.pages(), other.pages())))

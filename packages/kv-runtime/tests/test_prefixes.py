@@ -21,10 +21,12 @@ POLICIES = (
     "k4v4:keys=channel,block=4",
     "snapkv:budget=12,window=4+k8v4",
     "streaming:budget=12",
+    "snapkv:budget=12,window=4+k4v4:keys=channel,block=4",
     "kv-compress:rate=2,floor=12",
     "h2o:budget=12",
     "leankv:window=4",
 )
+FIXED = (("k8v4:window=8", 4), ("snapkv:budget=12,window=4+k8v4", 4))  # memory of fixed addresses
 BOUNDARY, PROMPT = 24, 31
 
 
@@ -164,8 +166,7 @@ def ready(engine: Engine) -> None:
     assert engine.batch.prefixes.told().read() == {}
 
 
-@pytest.mark.parametrize("fixed", [0, 4])
-@pytest.mark.parametrize("text", POLICIES)
+@pytest.mark.parametrize(("text", "fixed"), [*((text, 0) for text in POLICIES), *FIXED])
 def test_requests_continue_a_prefix(text: str, fixed: int) -> None:
     engine = Engine(parse(text), fixed)
     ready(engine)
@@ -218,8 +219,7 @@ def test_the_pages_of_a_prefix_are_counted_once(text: str) -> None:
         assert all(each.pages <= own for each in held.values())
 
 
-@pytest.mark.parametrize("fixed", [0, 3])
-@pytest.mark.parametrize("text", POLICIES)
+@pytest.mark.parametrize(("text", "fixed"), [*((text, 0) for text in POLICIES[::2]), *FIXED])
 def test_the_state_of_a_finished_request_is_continued(text: str, fixed: int) -> None:
     engine = Engine(parse(text), fixed)
     request = engine.requests["a"] = Request(engine.policy, 0, boundary=None)
@@ -285,7 +285,7 @@ def test_a_prefix_that_is_not_there_fails_its_request_alone() -> None:
     assert "prefix 8 is not stored here; [7] are" in str(engine.told["b"])
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3))])
 @pytest.mark.parametrize("text", ["k8v4", "k4v4:keys=channel,block=4", "snapkv:budget=12,window=4"])
 def test_prefixes_of_prefixes_come_and_go(text: str, seed: int) -> None:
     draw = random.Random(seed)

@@ -166,6 +166,25 @@ class BlockStore(TokenStore):
         self._holes = torch.cat((self._holes, other._holes), 1)
         super()._join(other)
 
+    def _adopt(self, sequence: int, other: HeadPages) -> None:
+        assert isinstance(other, BlockStore), "both have the same layout"
+        holes = other._holes[:, 0]
+        super()._adopt(sequence, other)
+        self._holes[:, sequence] = holes
+
+    def _branch(
+        self,
+        sequence: int,
+        other: HeadPages,
+        full: Tensor,
+        copied: Tensor,
+        joint: int,
+        total: int,
+    ) -> None:
+        assert isinstance(other, BlockStore), "both have the same layout"
+        super()._branch(sequence, other, full, copied, joint, total)
+        other._holes = self._holes[:, sequence : sequence + 1].clone()
+
     def _empty(self) -> None:
         super()._empty()
         self._holes = self._holes[:, :0].contiguous()
