@@ -30,6 +30,7 @@ from tools.sessions import (
 )
 from tools.workspace import (
     EXAMPLES,
+    NATIVE,
     PACKAGES,
     ROOT,
     declared,
@@ -45,7 +46,6 @@ nox.options.default_venv_backend = "uv"
 nox.options.reuse_existing_virtualenvs = True
 nox.options.sessions = ["lint", "types", "tests"]
 
-NATIVE = "kv-cpu"  # the package that is compiled
 HOSTS = ("kv-serve", "kv-eval")  # with tests that run inside vLLM
 # With tests marked `slow`, beside those inside vLLM.
 SLOW = ("kv-attention", "kv-cpu", "kv-eval", "kv-evict", "kv-runtime", "kv-transformers")
