@@ -30,6 +30,7 @@ from tools.sessions import (
 )
 from tools.workspace import (
     EXAMPLES,
+    NATIVE,
     PACKAGES,
     ROOT,
     declared,
@@ -45,7 +46,6 @@ nox.options.default_venv_backend = "uv"
 nox.options.reuse_existing_virtualenvs = True
 nox.options.sessions = ["lint", "types", "tests"]
 
-NATIVE = "kv-cpu"  # the package that is compiled
 HOSTS = ("kv-serve", "kv-eval")  # with tests that run inside vLLM
 # With tests marked `slow`, beside those inside vLLM.
 SLOW = ("kv-attention", "kv-cpu", "kv-eval", "kv-evict", "kv-runtime", "kv-transformers")
@@ -115,9 +115,9 @@ def wheels(session: nox.Session) -> None:
     """Build all wheels, install them by name as from an index, and try them together.
 
     This rehearses a release: what is installed follows from the metadata alone. `wheel` runs a
-    package's tests too.
+    package's tests too, with native code as it is released.
     """
-    paths = {name: built(session, name) for name in PACKAGES}
+    paths = {name: built(session, name, slow_kernels=True) for name in PACKAGES}
     given = [str(path) for path in paths.values()]
     links = find_links(next(iter(paths.values())).parent)
     renew = flags("--reinstall-package", paths)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from tools.workspace import first_example
+from tools.workspace import NATIVE, editable, first_example
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
@@ -114,6 +114,15 @@ def test_every_module_behind_a_face_is_protected() -> None:
         found |= {path.parent.name for path in folder.glob("*/__init__.py")}
         wanted = {f"{package}.{name}" for name in found - others - {"__init__"}}
         assert wanted in protected
+
+
+def test_what_is_compiled_is_installed_by_a_group_which_uv_builds_once() -> None:
+    assert settings(ROOT)["dependency-groups"]["native"] == [NATIVE]
+    given = editable([NATIVE, "kv-quant"], ["kv-vnorm"])
+    assert given == (
+        *("--editable", "packages/kv-quant", "--editable", "examples/kv-vnorm"),
+        *("--group", "pyproject.toml:native"),
+    )
 
 
 def test_only_kv_cpu_names_itself() -> None:

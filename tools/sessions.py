@@ -14,7 +14,7 @@ from runpy import run_path
 import nox
 
 from tools import environment
-from tools.workspace import PACKAGES, ROOT, declared, editable, flags, project
+from tools.workspace import NATIVE, PACKAGES, ROOT, declared, editable, flags, project
 
 MOST_WORKERS = 4  # maximum pytest processes of a session
 CHECKER = "beartype.beartype"  # of types, for jaxtyping
@@ -187,15 +187,21 @@ def pytest(
     session.run("pytest", *given, env=settings, success_codes=codes)
 
 
-def built(session: nox.Session, package: str) -> Path:
-    """Build a package's wheel, unless it was already built in this run."""
-    dist = Path(session.cache_dir).resolve() / "wheels" / RUN
-    if not dist.exists():
-        shutil.rmtree(dist.parent, ignore_errors=True)
+def built(session: nox.Session, package: str, *, slow_kernels: bool = False) -> Path:
+    """Build a package's wheel, unless it was already built in this run.
+
+    `slow_kernels` leaves native code without optimization, for where it is loaded and not run.
+    """
+    run = Path(session.cache_dir).resolve() / "wheels" / RUN
+    if not run.exists():
+        shutil.rmtree(run.parent, ignore_errors=True)
+    dist = run / ("slow" if slow_kernels else "whole")
     pattern = f"{package.replace('-', '_')}-*.whl"
     if not any(dist.glob(pattern)):
         constraints, variables = build_settings(session)
+        level = ("--config-setting", "cmake.define.KV_LEVEL=-O0")
         wanted = ("--quiet", "--wheel", f"packages/{package}", "-o", str(dist), *constraints)
+        wanted += level if slow_kernels and package == NATIVE else ()
         session.run("uv", "build", *wanted, env=variables)
     (wheel,) = dist.glob(pattern)
     return wheel

@@ -9,6 +9,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = tuple(sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml")))
+NATIVE = "kv-cpu"  # the package that is compiled
 EXAMPLES = tuple(sorted(path.parent.name for path in ROOT.glob("examples/*/pyproject.toml")))
 
 
@@ -55,9 +56,16 @@ def first_example(page: Path) -> str:
 
 
 def editable(packages: Iterable[str], examples: Iterable[str] = ()) -> tuple[str, ...]:
-    """Return the flags that install workspace members as editable."""
-    folders = [f"packages/{name}" for name in packages] + [f"examples/{name}" for name in examples]
-    return flags("--editable", folders)
+    """Return the flags that install workspace members as editable.
+
+    uv builds a folder that it is given anew each time. The package that is compiled is named by a
+    group instead, so that it is compiled once for all environments, and again after a change.
+    """
+    packages = list(packages)
+    folders = [f"packages/{name}" for name in packages if name != NATIVE]
+    folders += [f"examples/{name}" for name in examples]
+    groups = ["pyproject.toml:native"] if NATIVE in packages else []
+    return flags("--editable", folders) + flags("--group", groups)
 
 
 def flags(flag: str, values: Iterable[str]) -> tuple[str, ...]:

@@ -7,11 +7,13 @@ import gc
 import json
 import os
 import sys
+import traceback
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 CAPTURED = [1, 4]  # tokens of captured decode steps
+STOCK = frozenset({"cuda"})  # devices whose decode steps are captured
 
 
 class _Driver:
@@ -66,9 +68,9 @@ def before_requests(worker: Any) -> None:
     )
 
 
-def configure(asked: dict[str, Any]) -> None:
-    """Let vLLM schedule, and capture graphs, as it does on a GPU."""
-    import vllm.v1.worker.gpu.cudagraph_utils as graphs
+def configure(graphs: str | None) -> None:
+    """Let vLLM schedule and, in a mode, capture graphs as it does on a GPU."""
+    import vllm.v1.worker.gpu.cudagraph_utils as cudagraphs
     from vllm.config.compilation import CUDAGraphMode
     from vllm.platforms.cpu import CpuPlatform
 
@@ -76,14 +78,14 @@ def configure(asked: dict[str, Any]) -> None:
     from launches import Graph
 
     check = CpuPlatform.check_and_update_config.__func__
-    mode = asked.get("graphs")
+    check = getattr(check, "stock", check)
 
     def configured(cls: type[CpuPlatform], config: Any) -> None:
         check(cls, config)
-        config.scheduler_config.async_scheduling = asked.get("async", False)
-        if mode is not None:
+        config.scheduler_config.async_scheduling = graphs is not None
+        if graphs is not None:
             compilation = config.compilation_config
-            compilation.cudagraph_mode = CUDAGraphMode[mode]
+            compilation.cudagraph_mode = CUDAGraphMode[graphs]
             compilation.cudagraph_capture_sizes = CAPTURED
             compilation.max_cudagraph_capture_size = max(CAPTURED)
 
@@ -95,11 +97,11 @@ def configure(asked: dict[str, Any]) -> None:
                 forward(CUDAGraphMode.NONE)
         self._graphs_captured = True
 
+    configured.stock = check
     CpuPlatform.check_and_update_config = classmethod(configured)
     CpuPlatform.get_global_graph_pool = lambda self: None
-    graphs.CudaGraphManager.capture = capture
-    if mode is not None:
-        kv_serve.vllm.slots.CAPTURING = frozenset({"cpu"})
+    cudagraphs.CudaGraphManager.capture = capture
+    kv_serve.vllm.slots.CAPTURING = STOCK if graphs is None else frozenset({"cpu"})
 
 
 def capture_graphs(engine: Any, runner: Any) -> list[int]:
@@ -149,8 +151,35 @@ def answers(engine: Any, prompts: list[list[int]], count: int) -> list[list[int]
     return [[*each.outputs[0].token_ids] for each in found]
 
 
+def told(asked: dict[str, Any], v2: bool) -> dict[str, object]:
+    """Start an engine, let it answer the prompts twice, and return what is seen of it."""
+    from vllm import LLM
+
+    configure(asked["graphs"])
+    engine = LLM(**asked["options"], additional_config=asked["settings"])
+    worker = engine.llm_engine.model_executor.driver_worker.worker
+    if v2:
+        before_requests(worker)
+    config = engine.llm_engine.vllm_config
+    replayed = capture_graphs(engine, worker.model_runner) if asked["graphs"] else []
+    shadow = watch(worker.model_runner) if asked["watch"] else None
+    layers = config.compilation_config.static_forward_context
+    found: dict[str, object] = {
+        "scheduler": type(engine.llm_engine.engine_core.engine_core.scheduler).__name__,
+        "graphs": config.compilation_config.cudagraph_mode.name,
+        "replayed": replayed,
+        "runner": [kind.__module__ for kind in type(worker.model_runner).__mro__],
+        "backend": [each.attn_backend.serving.backend for each in layers.values()],
+        "answers": [answers(engine, asked["prompts"], asked["count"]) for _ in range(2)],
+    }
+    if shadow is not None:
+        found["steps"] = shadow.steps
+    engine.llm_engine.engine_core.shutdown()
+    return found
+
+
 def main() -> None:
-    """Start an engine for each policy, and let it answer the prompts twice."""
+    """Start the engines one after the other."""
     asked = json.loads(sys.argv[1])
     os.environ |= asked["environment"]
     sys.path.append(asked["support"])
@@ -158,31 +187,12 @@ def main() -> None:
         import triton.backends
 
         triton.backends.backends["cpu"] = SimpleNamespace(driver=_Driver, compiler=None)
-    from vllm import LLM
-
-    configure(asked)
     found: dict[str, dict[str, object]] = {}
-    for name, settings in asked["settings"].items():
-        engine = LLM(**asked["options"], additional_config=settings)
-        worker = engine.llm_engine.model_executor.driver_worker.worker
-        if asked["v2"]:
-            before_requests(worker)
-        config = engine.llm_engine.vllm_config
-        replayed = capture_graphs(engine, worker.model_runner) if asked.get("graphs") else []
-        shadow = watch(worker.model_runner) if name in asked.get("watch", ()) else None
-        layers = config.compilation_config.static_forward_context
-        found[name] = {
-            "scheduler": type(engine.llm_engine.engine_core.engine_core.scheduler).__name__,
-            "graphs": config.compilation_config.cudagraph_mode.name,
-            "replayed": replayed,
-            "runner": [kind.__module__ for kind in type(worker.model_runner).__mro__],
-            "backend": [each.attn_backend.serving.backend for each in layers.values()],
-            "answers": [answers(engine, asked["prompts"], asked["count"]) for _ in range(2)],
-        }
-        if shadow is not None:
-            found[name]["steps"] = shadow.steps
-        engine.llm_engine.engine_core.shutdown()
-        del engine, worker
+    for name, given in asked["engines"].items():
+        try:
+            found[name] = told(given, asked["v2"])
+        except Exception:
+            found[name] = {"error": traceback.format_exc()}
         gc.collect()
     Path(asked["target"]).write_text(json.dumps(found))
     sys.stdout.flush()

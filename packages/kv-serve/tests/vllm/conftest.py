@@ -33,6 +33,9 @@ def _quiet_engines() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["TORCH_COMPILE_DISABLE"] = "1"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    # After drafting from the prompt, vLLM gives torch as many threads as numba has, one per core.
+    if "OMP_NUM_THREADS" in os.environ:
+        os.environ.setdefault("NUMBA_NUM_THREADS", os.environ["OMP_NUM_THREADS"])
 
 
 @pytest.fixture(scope="session")

@@ -15,11 +15,12 @@ if TYPE_CHECKING:
 Start = Callable[..., AbstractContextManager["LLM"]]
 BUDGET, CHUNK, BLOCK = 48, 64, 16
 POLICY = f"gate:file=smollm2-135m,budget={BUDGET},recent=16,chunks=true"
+STREAMING = f"streaming:budget={BUDGET},chunks=true"
 # Blocks for the budget, for an uneven share of it in each head, and for the first tokens generated.
 MOST = BUDGET // BLOCK + 2
 HELD = 2 * MOST - 1  # so that a second request fits only while the first one reads
 OPTIONS = {
-    "max_model_len": 2048,
+    "max_model_len": 512,
     "max_num_batched_tokens": CHUNK,
     "block_size": BLOCK,
     "dtype": "float32",
@@ -39,21 +40,19 @@ def memory(blocks: int, *sizes: int) -> int:
 
 
 @pytest.fixture(scope="module")
-def document(smollm2: str) -> list[int]:
-    """Return six chunks of tokens of a natural text."""
-    from transformers import AutoTokenizer
-
-    from kv_eval.tasks import default_text
-
-    ids: list[int] = AutoTokenizer.from_pretrained(smollm2).encode(default_text().body)
-    return ids[: 6 * CHUNK]
+def document() -> list[int]:
+    """Return six chunks of random tokens."""
+    draw = torch.Generator().manual_seed(5)
+    found: list[int] = torch.randint(3, 256, (6 * CHUNK,), generator=draw).tolist()
+    return found
 
 
 @pytest.fixture(scope="module")
-def small(start: Start, smollm2: str) -> Iterator["LLM"]:
-    """Start an engine with memory for little more than one request."""
-    size = memory(HELD, 30, 3, 64)
-    with start(smollm2, POLICY, kv_cache_memory_bytes=size, **OPTIONS) as running:
+def small(start: Start, weights: str) -> Iterator["LLM"]:
+    """Start an engine of a tiny model with memory for little more than one request."""
+    options = OPTIONS | {"skip_tokenizer_init": True}
+    size = memory(HELD, 2, 2, 32)
+    with start(weights, STREAMING, kv_cache_memory_bytes=size, **options) as running:
         assert ends(running)[0].manager.block_pool.num_gpu_blocks - 1 == HELD
         yield running
 
@@ -90,14 +89,14 @@ def run(
 
 
 @torch.no_grad()
-def by_chunks(folder: str, prompt: Sequence[int], count: int) -> list[int]:
+def by_chunks(folder: str, policy: str, prompt: Sequence[int], count: int) -> list[int]:
     """Generate greedily in transformers, with a prompt that is read in the same chunks."""
     from transformers import AutoModelForCausalLM
 
     from kv_transformers import CompressedCache, passing
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    cache = passing(model, CompressedCache(model, POLICY))
+    cache = passing(model, CompressedCache(model, policy))
     for i in range(0, len(prompt), CHUNK):
         logits = model(torch.tensor([prompt[i : i + CHUNK]]), **cache).logits
     found: list[int] = []
@@ -107,18 +106,20 @@ def by_chunks(folder: str, prompt: Sequence[int], count: int) -> list[int]:
     return found
 
 
-@pytest.mark.model
-def test_a_prompt_longer_than_the_memory_is_read_as_in_transformers(
-    small: "LLM", smollm2: str, document: list[int]
-) -> None:
-    manager = ends(small)[0].manager
-    assert manager.blocks_for(len(document)) > 2 * HELD
-    found, owned = run(small, {"a": document}, 12)
-    assert found["a"] == by_chunks(smollm2, document, 12)
+def check_long(engine: "LLM", folder: str, policy: str, prompt: Sequence[int]) -> None:
+    """Compare a prompt that is longer than the memory with transformers."""
+    assert ends(engine)[0].manager.blocks_for(len(prompt)) > 2 * HELD
+    found, owned = run(engine, {"a": prompt}, 12)
+    assert found["a"] == by_chunks(folder, policy, prompt, 12)
     assert owned == MOST
 
 
-@pytest.mark.model
+def test_a_prompt_longer_than_the_memory_is_read_as_in_transformers(
+    small: "LLM", weights: str, document: list[int]
+) -> None:
+    check_long(small, weights, STREAMING, document)
+
+
 def test_two_such_prompts_at_once_are_both_answered(small: "LLM", document: list[int]) -> None:
     later = document[-3 * CHUNK :]
     alone, _ = run(small, {"a": document}, 4)
@@ -127,25 +128,6 @@ def test_two_such_prompts_at_once_are_both_answered(small: "LLM", document: list
     assert len(found["b"]) == 4
 
 
-@pytest.mark.model
-def test_an_answer_that_outgrows_the_memory_is_read_again_and_goes_on(
-    small: "LLM", document: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scheduler = small.llm_engine.engine_core.engine_core.scheduler
-    preempt, times = scheduler._preempt_request, []
-
-    def preempting(request: object, *more: object, **options: object) -> None:
-        times.append(request)
-        preempt(request, *more, **options)
-
-    monkeypatch.setattr(scheduler, "_preempt_request", preempting)
-    count = HELD * BLOCK
-    found, _ = run(small, {"a": document[: 3 * CHUNK]}, count)
-    assert len(found["a"]) == count
-    assert times
-
-
-@pytest.mark.model
 def test_a_request_has_a_budget_of_its_own_within_the_memory(
     small: "LLM", document: list[int]
 ) -> None:
@@ -180,3 +162,47 @@ def test_an_engine_that_could_not_read_the_longest_prompt_is_refused(
     if "chunks" in policy:
         with start(tiny(), policy, kv_cache_memory_bytes=memory(MOST, 2, 2, 32), **options) as one:
             assert ends(one)[0].manager.block_pool.num_gpu_blocks - 1 == MOST
+
+
+@pytest.fixture
+def gated(start: Start, smollm2: str) -> Iterator["LLM"]:
+    """Start an engine of a real model under a policy that shares a budget among heads."""
+    with start(smollm2, POLICY, kv_cache_memory_bytes=memory(HELD, 30, 3, 64), **OPTIONS) as engine:
+        yield engine
+
+
+@pytest.fixture
+def natural(smollm2: str) -> list[int]:
+    """Return six chunks of tokens of a natural text."""
+    from transformers import AutoTokenizer
+
+    from kv_eval.tasks import default_text
+
+    ids: list[int] = AutoTokenizer.from_pretrained(smollm2).encode(default_text().body)
+    return ids[: 6 * CHUNK]
+
+
+@pytest.mark.model
+def test_a_gate_shares_the_budget_among_the_heads_of_a_real_model(
+    gated: "LLM", smollm2: str, natural: list[int]
+) -> None:
+    check_long(gated, smollm2, POLICY, natural)
+
+
+@pytest.mark.slow  # test_worker.py has it without a model
+@pytest.mark.model
+def test_an_answer_that_outgrows_the_memory_is_read_again_and_goes_on(
+    gated: "LLM", natural: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = gated.llm_engine.engine_core.engine_core.scheduler
+    preempt, times = scheduler._preempt_request, []
+
+    def preempting(request: object, *more: object, **options: object) -> None:
+        times.append(request)
+        preempt(request, *more, **options)
+
+    monkeypatch.setattr(scheduler, "_preempt_request", preempting)
+    count = HELD * BLOCK
+    found, _ = run(gated, {"a": natural[: 3 * CHUNK]}, count)
+    assert len(found["a"]) == count
+    assert times

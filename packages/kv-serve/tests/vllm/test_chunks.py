@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from transformed import by_transformers
+
 if TYPE_CHECKING:
     from vllm import LLM
 
-pytestmark = pytest.mark.model
 Start = Callable[..., AbstractContextManager["LLM"]]
 Greedy = Callable[["LLM", Sequence[Sequence[int]], int], list[list[int]]]
 Patterns = list[tuple[list[int], list[int]]]
@@ -22,7 +23,8 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("policy", ["raw", "k8v4"])
+@pytest.mark.model
+@pytest.mark.parametrize("policy", ["k8v4", pytest.param("raw", marks=pytest.mark.slow)])
 def test_a_prompt_in_pieces_goes_on_as_it_must(
     start: Start, greedy: Greedy, smollm2: str, patterns: Patterns, policy: str
 ) -> None:
@@ -32,12 +34,12 @@ def test_a_prompt_in_pieces_goes_on_as_it_must(
 
 
 def test_an_engine_without_a_policy_is_stock_in_a_process_with_policies(
-    start: Start, greedy: Greedy, smollm2: str, patterns: Patterns
+    start: Start, greedy: Greedy, weights: str, prompts: list[list[int]]
 ) -> None:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
-    with start(smollm2, **OPTIONS) as engine:
+    small = {"kv_cache_memory_bytes": 1 << 20, "max_model_len": 256, "dtype": "float32"}
+    with start(weights, skip_tokenizer_init=True, **OPTIONS | small) as engine:
         layers = engine.llm_engine.vllm_config.compilation_config.static_forward_context
         assert {type(layer.impl) for layer in layers.values()} == {CPUAttentionBackendImpl}
-        answers = greedy(engine, [prompt for prompt, _ in patterns], 24)
-    assert answers == [more for _, more in patterns]
+        assert greedy(engine, prompts, 24) == by_transformers(weights, None, prompts, 24)

@@ -150,12 +150,12 @@ def asked() -> list[list[int]]:
 @pytest.mark.parametrize(
     "name",
     [
-        "gemma3",
         "gemma3_full",
         "gemma4_shared",
         "gpt_oss",
         "granite4",
         "llama4",
+        pytest.param("gemma3", marks=pytest.mark.slow),
         pytest.param("gemma3n", marks=pytest.mark.slow),
         pytest.param("gemma4", marks=pytest.mark.slow),
         pytest.param("mistral", marks=pytest.mark.slow),

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -42,12 +42,17 @@ class Run:
     """Run the script in its own process, with engines inside it or, vLLM's default, in another."""
 
     def __init__(
-        self, folder: Path, options: dict[str, object], count: int, **environment: str
+        self,
+        folder: Path,
+        options: dict[str, object],
+        prompts: Sequence[object],
+        count: int,
+        **environment: str,
     ) -> None:
         self.target = folder / "found.json"
         script = folder / "script.py"
         script.write_text(SCRIPT)
-        given = json.dumps([options, PROMPTS, count, str(self.target)])
+        given = json.dumps([options, prompts, count, str(self.target)])
         self.process = start([sys.executable, str(script), given], **environment)
 
     def found(self) -> dict[str, object]:
@@ -76,14 +81,15 @@ def finish(process: subprocess.Popen[str]) -> str:
         process.kill()
 
 
-@pytest.mark.model
 def test_without_a_policy_every_token_and_probability_is_as_without_the_plugin(
-    smollm2: str, tmp_path_factory: pytest.TempPathFactory
+    weights: str, prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    options = {"model": smollm2, "kv_cache_memory_bytes": 1 << 26, "max_model_len": 512}
+    options = {"model": weights, "kv_cache_memory_bytes": 1 << 22, "max_model_len": 512}
+    options |= {"skip_tokenizer_init": True}
+    asked = [{"prompt_token_ids": prompt} for prompt in prompts]
     inside = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCH_COMPILE_DISABLE": "1"}
     runs = [
-        Run(tmp_path_factory.mktemp("run"), options, 32, **inside, **plugins)
+        Run(tmp_path_factory.mktemp("run"), options, asked, 32, **inside, **plugins)
         for plugins in ({"VLLM_PLUGINS": ""}, {})
     ]
     stock, ours = (run.found() for run in runs)
@@ -91,6 +97,7 @@ def test_without_a_policy_every_token_and_probability_is_as_without_the_plugin(
     assert stock == ours
 
 
+@pytest.mark.slow  # as the server's of test_server.py
 @pytest.mark.model
 def test_a_policy_reaches_the_processes_that_vllm_starts(smollm2: str, tmp_path: Path) -> None:
     options = {
@@ -101,7 +108,7 @@ def test_a_policy_reaches_the_processes_that_vllm_starts(smollm2: str, tmp_path:
         # Statistics are sent to this process, but our connector was attached in another.
         "disable_log_stats": False,
     }
-    found = Run(tmp_path, options, 2, TORCH_COMPILE_DISABLE="1").found()
+    found = Run(tmp_path, options, PROMPTS, 2, TORCH_COMPILE_DISABLE="1").found()
     k8v4 = (1 << 26) // (30 * 3 * 128 * 104) * 128
     assert 1.5 * k8v4 < found["tokens"] < 2 * k8v4
     assert [len(tokens) for tokens, _ in found["answers"]] == [2, 2]

@@ -15,12 +15,12 @@ Patterns = list[tuple[list[int], list[int]]]
 Start = Callable[..., AbstractContextManager["LLM"]]
 POLICIES = (
     "kv-compress:rate=2+k8v4",
-    "leankv",
     "gate:file=smollm2-135m,budget=128,window=8+k8v4",
+    "leankv",
     "snapkv:budget=128+k8v4",
     "k4v4:keys=channel,block=32,window=32",
 )
-EQUAL = 16  # of 32 tokens, at least: after the first difference all others may differ
+EQUAL = 8  # of 16 tokens, at least: after the first difference all others may differ
 
 
 def free_blocks(engine: "LLM") -> tuple[int, int]:
@@ -31,7 +31,7 @@ def free_blocks(engine: "LLM") -> tuple[int, int]:
 
 @pytest.fixture(
     scope="module",
-    params=[*POLICIES[:3], *(pytest.param(each, marks=pytest.mark.slow) for each in POLICIES[3:])],
+    params=[*POLICIES[:2], *(pytest.param(each, marks=pytest.mark.slow) for each in POLICIES[2:])],
 )
 def engine(request: pytest.FixtureRequest, start: Start, smollm2: str) -> Iterator["LLM"]:
     options = {"kv_cache_memory_bytes": 1 << 26, "max_model_len": 1024, "poison": True}
@@ -51,7 +51,11 @@ def test_requests_go_on_as_they_must_and_leave_nothing(
     assert free_blocks(engine) == (every, every)
 
 
-@pytest.mark.parametrize("engine", POLICIES[:3], indirect=True)
+@pytest.mark.parametrize(
+    "engine",
+    [*POLICIES[:2], pytest.param(POLICIES[2], marks=pytest.mark.slow)],
+    indirect=True,
+)
 def test_natural_text_goes_on_as_in_transformers(
     engine: "LLM", greedy: Greedy, smollm2: str
 ) -> None:
@@ -62,7 +66,7 @@ def test_natural_text_goes_on_as_in_transformers(
 
     policy = engine.llm_engine.vllm_config.additional_config["kv_policy"]
     ids = engine.get_tokenizer().encode(default_text().body)
-    prompts = [ids[start : start + 300] for start in range(0, 2 * 1000, 1000)]
+    prompts = [ids[:300]]
     wanted = by_transformers(smollm2, policy, prompts, 16, torch.bfloat16)
     found = greedy(engine, prompts, 16)
     equal = sum(

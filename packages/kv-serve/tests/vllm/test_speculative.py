@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Start = Callable[..., AbstractContextManager["LLM"]]
 Greedy = Callable[["LLM", Sequence[Sequence[int]], int], list[list[int]]]
 # An answer ends inside a block: one that ends where a block does may leave it uncached.
-COUNT, MORE, DRAFTS = 90, 40, 3
+COUNT, MORE, DRAFTS = 30, 20, 3
 Answers = tuple[list[list[int]], list[list[int]]]
 NGRAM = {
     "method": "ngram",
