@@ -45,9 +45,10 @@ class Attender {
       latest_.push_back(sequences_.emplace_back(prompt.chunk, b, prompt.chunk.length).latest());
     prompt.job.position = latest_.data();
     for (const Part& part : job_.parts) {
+      starts_.push_back(starts_of(part));
+      if (!holds_any(part)) continue;  // as the pages of a prompt's first chunk
       (is_narrow(part.key) ? any_narrow_ : any_wide_) = true;
       any_scaled_ |= is_scaled(part.key);
-      starts_.push_back(starts_of(part));
     }
     for (size_t i = 0; i < prompt.largest.size(); ++i) kept_ += job_.parts[i].width;
     const Tasks found(job_, sequences_, starts_, kept_, workers);
@@ -79,6 +80,12 @@ class Attender {
 
   static bool is_scaled(const Format& format) {
     return format.number == Number::kCodes && format.groups == 1;
+  }
+
+  bool holds_any(const Part& part) const {
+    for (int64_t i = 0; i < job_.table_rows(); ++i)
+      if (part.count(i) > 0) return true;
+    return false;
   }
 
   std::vector<int> starts_of(const Part& part) const {
@@ -283,8 +290,7 @@ class Attender {
       const int64_t tile = r / tile_rows(), inside = r % tile_rows();
       const float* sums =
           scratch.sums[0].numbers + (tile * panels * tile_rows() + inside) * kPanel;
-      for (int panel = 0; panel < panels; ++panel, sums += tile_rows() * kPanel)
-        for (int d = 0; d < kPanel; ++d) row[panel * kPanel + d] = sums[d] * share + shift;
+      prompt_.kernels->finish(sums, panels, share, shift, row);
       const int64_t place = sequences_[b].place[task.first + r / group];
       const float lse = top + std::log2(total);
       // A query that sees nothing has no probabilities.

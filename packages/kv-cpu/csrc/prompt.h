@@ -52,6 +52,8 @@ struct PromptKernels {
   // last are full. Logits are in base 2, with `scale` multiplied in, and bounded by `most` if it is
   // not 0.
   void (*attend)(const PackedBlock&, float scale, float most, const RowTile* tiles, int count);
+  // to[d] = sum * share + shift, for the sums of one row of a tile.
+  void (*finish)(const float* sums, int panels, float share, float shift, float* to);
   // most[i] = the maximum of logits - lse, both in base 2, over the first rows of a tile, if it is
   // above; NaN if one is. Logits are as `attend` leaves them.
   void (*raise)(const float* logits, int panels, int rows, const float* lse, float* most);

@@ -10,7 +10,8 @@
 namespace kv {
 namespace {
 
-constexpr int64_t kWorth = 512;  // vectors to encode that justify another thread
+constexpr int64_t kWorth = 512;   // vectors to encode that justify another thread
+constexpr int64_t kTogether = 64;  // tokens of a head that a thread encodes in turn
 
 // Rows first .. first + count - 1 of tensors by token and head.
 struct TokenRows {
@@ -42,16 +43,14 @@ struct Places {
   int64_t count = 0;
 };
 
-Places places_of(const std::vector<Tensor>& store, const std::vector<int64_t>& numbers,
-                 const View& key, const View& value) {
-  if (store.size() != 3)
-    refuse("store has ", store.size(), " tensors; give page data, pages and slots, or none");
+Places places_of(const Tensor& pages, const Tensor& named, const Tensor& slots,
+                 const std::vector<int64_t>& numbers, const View& key, const View& value) {
   if (numbers.size() != kTierNumbers)
     refuse("a tier has ", numbers.size(), " numbers; it must have ", kTierNumbers);
-  const View data = pages_of(store[0], Use::kWrites);
-  const View page = view(store[1], {"pages of new tokens"}, kIntegers, {kAny}, Lay::kContiguous);
+  const View data = pages_of(pages, Use::kWrites);
+  const View page = view(named, {"pages of new tokens"}, kIntegers, {kAny}, Lay::kContiguous);
   const int64_t count = page.size(0), heads = key.size(1);
-  const View slot = view(store[2], {"slots of new tokens"}, kIntegers, {count}, Lay::kContiguous);
+  const View slot = view(slots, {"slots of new tokens"}, kIntegers, {count}, Lay::kContiguous);
   Places places{tier_of(data, numbers.data()), integers_of(page), integers_of(slot), count};
   const Tier& tier = places.tier;
   if (tier.score >= 0 || tier.position >= 0)
@@ -77,15 +76,40 @@ Places places_of(const std::vector<Tensor>& store, const std::vector<int64_t>& n
 }
 
 void store_tokens(const Places& places, const Coder& coder, const View& key, const View& value) {
-  const int64_t heads = key.size(1);
-  for_all(places.count, kWorth, [&](int64_t i) {
-    uint8_t* page = places.tier.at(places.page[i]);
-    for (int which = 0; which < 2; ++which) {
-      const View& x = which ? value : key;
-      const uint8_t* from = TokenRows{x, 0}.at(i / heads, i % heads);
-      places.tier.encode(coder, which, number_of(x.type), &from, 1, page, places.slot[i]);
+  const int64_t heads = key.size(1), tokens = places.count / heads;
+  const int64_t pieces = (tokens + kTogether - 1) / kTogether;
+  for_all(pieces * heads, kWorth / kTogether, [&](int64_t i) {
+    const int64_t head = i % heads;
+    int64_t token = i / heads * kTogether;
+    const int64_t last = std::min(token + kTogether, tokens);
+    while (token < last) {
+      // Tokens of consecutive slots of a page are encoded together.
+      const int64_t page = places.page[token * heads + head];
+      const int64_t slot = places.slot[token * heads + head];
+      int count = 1;
+      while (token + count < last && places.page[(token + count) * heads + head] == page &&
+             places.slot[(token + count) * heads + head] == slot + count)
+        ++count;
+      for (int which = 0; which < 2; ++which) {
+        const View& x = which ? value : key;
+        const uint8_t* from[kTogether];
+        for (int k = 0; k < count; ++k) from[k] = TokenRows{x, 0}.at(token + k, head);
+        places.tier.encode(coder, which, number_of(x.type), from, count, places.tier.at(page), slot);
+      }
+      token += count;
     }
   });
+}
+
+// Encodes the first tokens of key [m, H, D] and value [m, H, Dv], and writes them to their places:
+// pages and slots [n * H], by token and head. If a page is missing, nothing is written.
+void page_place(Tensor data, std::vector<int64_t> tier, Tensor page, Tensor slot, Tensor key,
+                Tensor value, Name isa) {
+  const Coder& coder = coder_of(isa);
+  const View keys = view(key, {"key"}, kFloats, {kAny, kAny, kAny}, Lay::kRows);
+  const View values = view(value, {"value"}, kFloats, {kAny, keys.size(1), kAny}, Lay::kRows);
+  within({"KV heads"}, keys.size(1), 1, kMost);
+  store_tokens(places_of(data, page, slot, tier, keys, values), coder, keys, values);
 }
 
 // Copies the new tokens [B, H, D] of a job.
@@ -246,7 +270,9 @@ std::vector<Tensor> decode_rows(Tensor q, Tensor key, Tensor value, Tensor posit
   for (const auto& [label, other] : read) check_apart(result, {"out"}, *other, label);
   Places places;
   if (!store.empty()) {
-    places = places_of(store, tier, keys, values);
+    if (store.size() != 3)
+      refuse("store has ", store.size(), " tensors; give page data, pages and slots, or none");
+    places = places_of(store[0], store[1], store[2], tier, keys, values);
     check_apart(places.tier.pages_view, {"page data"}, x, {"q"});
     check_apart(places.tier.pages_view, {"page data"}, result, {"out"});
   }
@@ -296,6 +322,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(kv_cpu, m) {
       "Tensor[] tensors, int[] parts, int[] watches, float[] above, int[] running, float scale, "
       "float softcap, Tensor[] sinks, Tensor(b!)[] store, int[] tier, Tensor(c!)[] copies, "
       "str isa) -> Tensor[]");
+  m.def(
+      "page_place(Tensor(a!) data, int[] tier, Tensor page, Tensor slot, Tensor key, Tensor value, "
+      "str isa) -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(kv_cpu, CPU, m) { m.impl("decode_rows", KV_BOX(&kv::decode_rows)); }
+STABLE_TORCH_LIBRARY_IMPL(kv_cpu, CPU, m) {
+  m.impl("decode_rows", KV_BOX(&kv::decode_rows));
+  m.impl("page_place", KV_BOX(&kv::page_place));
+}

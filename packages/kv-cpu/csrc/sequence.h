@@ -16,6 +16,7 @@ struct Chunk {
 
 struct Sequence {
   std::vector<int64_t> place, position;
+  bool consecutive = true;  // whether positions are
 
   // The last real queries, at most `most`.
   Sequence(const Chunk& chunk, int64_t b, int64_t most) {
@@ -23,15 +24,20 @@ struct Sequence {
     for (int64_t i = 0; i < chunk.length; ++i)
       if (at[i] >= 0) place.push_back(i);
     if (int64_t(place.size()) > most) place.erase(place.begin(), place.end() - most);
-    std::stable_sort(place.begin(), place.end(),
-                     [at](int64_t a, int64_t b) { return at[a] < at[b]; });
+    auto before = [at](int64_t a, int64_t b) { return at[a] < at[b]; };
+    if (!std::is_sorted(place.begin(), place.end(), before))
+      std::stable_sort(place.begin(), place.end(), before);
     for (int64_t i : place) position.push_back(at[i]);
+    for (size_t i = 1; i < position.size(); ++i)
+      consecutive &= position[i] == position[0] + int64_t(i);
   }
 
   int64_t latest() const { return position.empty() ? -1 : position.back(); }
 
   // The first query at or after a position.
   int from(int64_t at) const {
+    if (consecutive && !position.empty())  // as those of most prompts
+      return int(std::clamp<int64_t>(at, position[0], position.back() + 1) - position[0]);
     return int(std::lower_bound(position.begin(), position.end(), at) - position.begin());
   }
 };

@@ -239,12 +239,15 @@ def test_tokens_at_any_places_of_memory_without_a_scratch_page(
 ):
     g = torch.Generator().manual_seed(seed)
     layout = PageLayout.sized(form, tokens)
-    pages = -(-count // tokens) + 1
-    place = torch.randperm(pages * tokens, generator=g)[:count]
+    heads = 1 + seed % 2
+    pages = -(-count * heads // tokens) + 1
+    place = torch.randperm(pages * tokens, generator=g)[: count * heads]
+    if seed % 3:  # adjacent tokens of a head are in adjacent slots
+        place = place.sort().values.view(heads, count).T.flatten()
     coded = [isinstance(codec, IntegerCodec) for codec in (form.key, form.value)]
     dims = (form.key.dim, form.value.dim)
     key, value = (
-        strided(vectors(g, count, 1, dim, strange=strange).to(dtype), way)[:, 0]
+        strided(vectors(g, count, heads, dim, strange=strange).to(dtype), way)
         for dim, strange in zip(dims, coded, strict=True)
     )
     found = []

@@ -33,7 +33,7 @@ def launch(B: int, count: int, columns: int, dim: int) -> None:
         triton_kernels.write(whole, TokenWrite(every, every, keep, *given))
     bare = PageLayout.sized(what[0], TOKENS)
     memory = torch.zeros(4, bare.nbytes, dtype=torch.uint8)
-    triton_kernels.place(memory, bare, every, every, vector[:, 0], vector[:, 0])
+    triton_kernels.place(memory, bare, every, every, vector[:, :1], vector[:, :1])
     stay = misaligned(torch.ones(table_rows, count).bool())
     triton_kernels.compact(whole, every, stay)
     triton_kernels.copy_pages(pool.padded, every, every)

@@ -93,10 +93,10 @@ def place(
     layout: PageLayout,
     page: Int[Tensor, " n"],
     row: Int[Tensor, " n"],
-    key: Float[Tensor, "n D"],
-    value: Float[Tensor, "n Dv"],
+    key: Float[Tensor, "m H D"],
+    value: Float[Tensor, "m H Dv"],
 ) -> None:
-    """Encode tokens and write each to its row of its page, as table rows of one page and token.
+    """Encode tokens and write each to its row of its page; those of adjacent rows together.
 
     Raises:
         RuntimeError: a page is missing; nothing was written.
@@ -106,16 +106,13 @@ def place(
     if key.dtype not in NUMBERS or value.dtype not in NUMBERS:
         torch_kernels.place(data, layout, page, row, key, value)
         return
-    torch.ops.kv_cpu.page_write(
+    torch.ops.kv_cpu.page_place(
         data,
-        page[:, None].int(),
         tier_numbers(layout, False),
-        torch.arange(len(page)),
+        page.contiguous(),
         row.contiguous(),
-        torch.ones(len(page), 1, dtype=torch.bool),
-        _rows(key[:, None]),
-        _rows(value[:, None]),
-        [],
+        _rows(key),
+        _rows(value),
         chosen(),
     )
 

@@ -123,6 +123,7 @@ class Maker:
             "page_rescore": self.page_rescore,
             "page_accumulate": self.page_accumulate,
             "page_write": self.page_write,
+            "page_place": self.page_place,
             "page_recode": self.page_recode,
             "page_compact": self.page_compact,
             "page_copy": self.page_copy,
@@ -401,6 +402,21 @@ class Maker:
             beside.append(self.integers(0, 99, len(table_rows), columns, dtype=self.either()))
         isa = self.random.choice(self.isas)
         return [data, table, numbers, table_rows, start, keep, key, value, beside, isa]
+
+    def page_place(self) -> list[Arg]:
+        data, _, numbers, _ = self.tier(1, (False, False))
+        heads, tokens = self.random.randint(1, 3), numbers[0]
+        count = self.random.randint(0, 6 * tokens // heads)
+        where = torch.randperm(6 * tokens, generator=self.generator)[: count * heads]
+        if self.random.random() < 0.7:  # tokens of a head in consecutive slots
+            count = min(count, tokens)
+            first = torch.randperm(6, generator=self.generator)[:heads] * tokens
+            where = (first + torch.arange(count)[:, None]).flatten()
+        page, slot = (x.to(self.either()) for x in (where // tokens, where % tokens))
+        rows = count + self.random.randint(0, 2)
+        key = self.normal(rows, heads, numbers[9], dtype=self.floating())
+        value = self.normal(rows, heads, numbers[13], dtype=self.floating())
+        return [data, numbers, page, slot, key, value, self.random.choice(self.isas)]
 
     def page_recode(self) -> list[Arg]:
         more, dims = (self.random.random() < 0.5, self.random.random() < 0.5), (self.dim(),) * 2

@@ -289,13 +289,7 @@ def decode_rows(
     sequences, heads = len(position), key.shape[1]
     at(range(len(out) + 1), first + sequences)
     if store:
-        data, page, slot = store
-        pages = Tier(data, page[:, None], tier)
-        if pages.score >= 0 or pages.position >= 0:
-            raise IndexError("scores or positions")
-        for i in range(len(page)):
-            vectors = (x[i // heads, i % heads] for x in (key, value))
-            pages.write(i, at(range(tier[0]), int(slot[i])), tuple(vectors), None, None)
+        page_place(store[0], tier, *store[1:], key, value, isa)
     rows = slice(first, first + sequences)
     new = [x[rows].unsqueeze(2) for x in (key, value)]
     for copy, x in zip(copies, new, strict=bool(copies)):
@@ -596,6 +590,16 @@ def page_write(data, table, numbers, table_rows, start, keep, key, value, beside
             own = (None if x is None else x[i, token] for x in (score, position))
             tier.write(int(table_rows[i]), slot, vectors, *own)
             slot += 1
+    return []
+
+
+def page_place(data, numbers, page, slot, key, value, isa):
+    pages, heads = Tier(data, page[:, None], numbers), key.shape[1]
+    if pages.score >= 0 or pages.position >= 0:
+        raise IndexError("scores or positions")
+    for i in range(len(page)):
+        vectors = (x[i // heads, i % heads] for x in (key, value))
+        pages.write(i, at(range(numbers[0]), int(slot[i])), tuple(vectors), None, None)
     return []
 
 

@@ -49,13 +49,14 @@ class PageKernels(Protocol):
         layout: PageLayout,
         page: Int[Tensor, " n"],
         row: Int[Tensor, " n"],
-        key: Float[Tensor, "n D"],
-        value: Float[Tensor, "n Dv"],
+        key: Float[Tensor, "m H D"],
+        value: Float[Tensor, "m H Dv"],
     ) -> None:
         """Encode tokens and write each to its row of its page, in memory outside a pool.
 
-        Each token is encoded separately, and pages store neither scores nor positions. If a codec
-        raises, the pages are unchanged.
+        Pages and rows are by token and head, of the first n / H tokens. Each token is encoded
+        separately, and pages store neither scores nor positions. If a codec raises, the pages are
+        unchanged.
         """
         ...
 

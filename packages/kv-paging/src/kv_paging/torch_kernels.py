@@ -95,10 +95,11 @@ def place(
     layout: PageLayout,
     page: Int[Tensor, " n"],
     row: Int[Tensor, " n"],
-    key: Float[Tensor, "n D"],
-    value: Float[Tensor, "n Dv"],
+    key: Float[Tensor, "m H D"],
+    value: Float[Tensor, "m H Dv"],
 ) -> None:
     """Encode tokens and write each to its row of its page."""
+    key, value = (x[: len(page) // x.shape[1]].flatten(0, 1) for x in (key, value))
     write_tokens(data, layout, page, row, key, value, None, None)
 
 

@@ -66,8 +66,8 @@ def place(
     layout: PageLayout,
     page: Int[Tensor, " n"],
     row: Int[Tensor, " n"],
-    key: Float[Tensor, "n D"],
-    value: Float[Tensor, "n Dv"],
+    key: Float[Tensor, "m H D"],
+    value: Float[Tensor, "m H Dv"],
 ) -> None:
     """Encode tokens and write each to its row of its page; torch encodes those in float64."""
     if _known(key, value):

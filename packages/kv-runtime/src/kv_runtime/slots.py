@@ -361,9 +361,7 @@ class SlotLayer:
         step: SlotStep,
     ) -> None:
         """Encode new tokens and write them to their pages."""
-        blocks, new = step.blocks, len(step.page) // step.blocks.heads
-        fresh = (x[:new].flatten(0, 1) for x in (key, value))
-        blocks.kernels.place(pages, blocks.layout, step.page, step.slot, *fresh)
+        step.blocks.kernels.place(pages, step.blocks.layout, step.page, step.slot, key, value)
 
 
 def _projected(basis: HeadBasis | None, x: Float[Tensor, "m H D"]) -> Float[Tensor, "m H D"]:

@@ -162,6 +162,7 @@ def place(
     known = numbers(layout, False, alignment(data))
     size = rows(known)
     bare = (known[0], -1, -1, *known[3:])  # without scores and positions
+    key, value = (x[: len(page) // x.shape[1]].flatten(0, 1) for x in (key, value))
     with launching_on(data):
         place_kernel[(blocks(len(page), size),)](
             data,

@@ -193,7 +193,7 @@ class LatentImpl(UnderPolicy, CPUMLAImpl):
             return
         count = len(slot_mapping)
         key = torch.cat((kv_c_normed[:count, None], k_pe[:count].view(count, 1, -1)), dim=-1)
-        vectors = key[:, 0], key[:, 0, : self.kv_lora_rank]
+        vectors = key, key[..., : self.kv_lora_rank]
         pages, places = self.blocks.data(kv_cache), self.blocks.places(slot_mapping)
         self.blocks.kernels.place(pages, self.blocks.layout, *places, *vectors)
         self.fresh = key[: self.most].clone()  # a prompt's latents are not kept
