@@ -21,7 +21,7 @@ EVERY: Final = 16  # steps; a measurement reads three numbers per request with o
 class Measured:
     """The memory held after a step, and the plans since the last measurement."""
 
-    pages_used: int
+    pages_used: int  # of requests; those of stored prefixes are counted by `prefix_bytes`
     pages_free: int
     held_bytes: int  # used pages, including raw windows
     full_bytes: int  # the requests' tokens uncompressed
@@ -185,7 +185,7 @@ class Meter:
         pages = sum(each.pages for each in held.values())
         computed = sum(each.computed for each in held.values())
         found = Measured(
-            pages_used=pages + beside,
+            pages_used=pages,
             pages_free=pool.capacity - pages - beside,
             held_bytes=pages * pool.page_bytes,
             full_bytes=computed * self.shape.token_bytes,

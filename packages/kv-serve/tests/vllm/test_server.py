@@ -275,6 +275,18 @@ def test_the_guides_client_runs(
     assert "Napoleon Bonaparte was" in capsys.readouterr().out
 
 
+def test_the_guides_book_is_read_once(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = re.findall(r"^```py\n(.*?)^```$", GUIDE.read_text(), re.M | re.S)
+    begin, book = (each for each in blocks if "client" in each)
+    hits, tokens = (server.metric(f"{KV}prefix_{name}_total") for name in ("hits", "tokens"))
+    code = (begin + book).replace("http://localhost:8000", server.address)
+    exec(code.replace("* 400", "* 40"), {})  # a shorter one
+    assert len(re.findall(r"\d+\.\d s ", capsys.readouterr().out)) == 3
+    server.wait(f"{KV}prefix_hits_total", hits + 2)
+    assert server.metric(f"{KV}prefix_tokens_total") - tokens == 2 * 360
+    assert server.metric(f"{KV}prefix_bytes") > 0
+
+
 def held_bytes(server: Server, client: "OpenAI", extra: dict[str, object]) -> float:
     """Return the bytes per token of a compressed request with 400 tokens."""
     passes = server.metric(f"{KV}compression_passes_total")

@@ -25,7 +25,7 @@ RATIOS: Final = {
 SUMS: Final = {
     "tokens_computed": "Computed tokens of the requests that hold pages.",
     "tokens_kept": "Kept tokens of these requests, averaged over layers and KV heads.",
-    "pages_used": "Pages in use, over all workers.",
+    "pages_used": "Pages of requests, over all workers.",
     "pages_free": "Free pages, over all workers.",
     "prefix_bytes": "Bytes of stored prefixes, over all workers; memory is taken from them first.",
 }
