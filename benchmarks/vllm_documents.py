@@ -108,7 +108,8 @@ def measure(policy: str, length: int, rounds: int) -> Row:
     document, rest = ids[:length], ids[length:]
     questions = [document + rest[QUESTION * i :][:QUESTION] for i in range(SHARERS)]
     mark = {PREFIX: length}
-    served = Served(policy, length + QUESTION + TURNS_OF_CHAT * (TURN + REPLY))
+    longest = max(length + QUESTION + ANSWER, TURNS_OF_CHAT * (TURN + REPLY))
+    served = Served(policy, longest)
     served.ask([document[:300]], 2, {PREFIX: 200})
     cold: list[Answer] = []
     warm: list[Answer] = []
