@@ -55,7 +55,14 @@ def engine(name: str, backend: str = "triton", softmax: bool = False) -> Engine:
     return made
 
 
-@pytest.mark.parametrize(("name", "softmax"), [("k8v4", False), ("bf16", True), ("k4v2", False)])
+@pytest.mark.parametrize(
+    ("name", "softmax"),
+    [
+        ("k8v4", False),
+        ("bf16", True),
+        pytest.param("k4v2", False, marks=pytest.mark.slow),
+    ],
+)
 def test_a_captured_step_replayed_is_any_later_step(name: str, softmax: bool) -> None:
     """Of other lengths, blocks and slots, in another order, and of fewer requests."""
     own, eager = engine(name, softmax=softmax), engine(name, "torch", softmax=softmax)

@@ -127,6 +127,12 @@ STORED = {
 }
 RECURRENT = ("gated, linear", "states beside", "mlp, too")
 hybrids = pytest.mark.parametrize("name", CONFIGS)
+# One of each kind of layer beside those of full attention, and of how layers share.
+KINDS = ("windows", "chunks", "gated, linear", "shared keys", "convolutions", "states beside")
+kinds = pytest.mark.parametrize(
+    "name",
+    [x if x in KINDS else pytest.param(x, marks=pytest.mark.slow) for x in CONFIGS],
+)
 
 
 @cache
@@ -172,7 +178,7 @@ def test_prompts_are_read_in_chunks(name) -> None:
     expect_same(answered(model, CompressedCache(model, "raw"), prefill_chunk_size=9), want)
 
 
-@hybrids
+@kinds
 def test_a_conversation_goes_on(name) -> None:
     model, found = made(name), []
     ids, mask = prompts()
@@ -185,7 +191,7 @@ def test_a_conversation_goes_on(name) -> None:
     expect_same(found[1], found[0])
 
 
-@hybrids
+@kinds
 def test_beams(name) -> None:
     model = made(name)
     want = answered(model, own(model), num_beams=3)
@@ -226,7 +232,7 @@ def test_memory_counts_every_layer(name) -> None:
     assert report.total_bytes > report.other_bytes
 
 
-@hybrids
+@kinds
 def test_a_copy_goes_on_alone(name) -> None:
     model = made(name)
     cache = CompressedCache(model, "raw")
@@ -247,7 +253,7 @@ def test_a_copy_goes_on_alone(name) -> None:
             expect_near(got, want)
 
 
-@hybrids
+@kinds
 def test_a_cleared_cache_takes_another_batch(name) -> None:
     model = made(name)
     cache = CompressedCache(model, "raw")
@@ -283,7 +289,7 @@ def test_tokens_are_taken_back_while_windows_are_not_full(name) -> None:
     expect_near(found[1], found[0])
 
 
-@hybrids
+@kinds
 def test_a_prompt_is_read_once_for_several_caches(name) -> None:
     """Those that do not lead get the states of layers that transformers caches."""
     model, (ids, mask) = made(name), prompts()

@@ -82,7 +82,11 @@ STORED = {name: (1,) if "beside" in name else (0, 1) for name in CONFIGS}
 RECURRENT = tuple(name for name in CONFIGS if "beside" in name)
 every = pytest.mark.parametrize("name", CONFIGS)
 one = "DeepSeek V3"
-few = pytest.mark.parametrize("name", [one, "two in a layer", "Mistral 4", *RECURRENT])
+KINDS = (one, "two in a layer", "Mistral 4", *RECURRENT)
+few = pytest.mark.parametrize("name", KINDS)
+kinds = pytest.mark.parametrize(
+    "name", [x if x in KINDS else pytest.param(x, marks=pytest.mark.slow) for x in CONFIGS]
+)
 alone = pytest.mark.parametrize("name", [one, RECURRENT[0]])
 
 
@@ -106,7 +110,7 @@ def test_raw_latents_answer_as_the_models_own_cache(name) -> None:
     expect_same(answered(model, own(model)), want)  # and the model is as before
 
 
-@every
+@kinds
 @torch.no_grad()
 def test_a_token_is_stored_once_in_rank_and_rotated_dimensions(name) -> None:
     model, layers = made(name), len(STORED[name])

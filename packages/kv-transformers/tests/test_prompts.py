@@ -8,6 +8,11 @@ from alone import POLICIES, Reader, left, right, sharp_model, steps
 from kv_transformers import CompressedCache
 from kv_transformers.cache_argument import passing
 
+# Every second is slow where chunks of one token, too, are as their rows alone.
+FEW = [
+    pytest.param(each, marks=pytest.mark.slow) if i % 2 else each for i, each in enumerate(POLICIES)
+]
+
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
@@ -38,7 +43,7 @@ def test_turns_padded_anywhere_are_as_each_row_alone(model, policy) -> None:
     Reader(model, policy).expect_alone(turns)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", FEW)
 @torch.no_grad()
 def test_a_prompt_of_one_token_beside_others_and_alone(model, policy) -> None:
     batch = Reader(model, policy).expect_alone([left(1, 1), *steps(6, 2)])
