@@ -190,7 +190,7 @@ def pytest(
 def built(session: nox.Session, package: str, *, slow_kernels: bool = False) -> Path:
     """Build a package's wheel, unless it was already built in this run.
 
-    `slow_kernels` leaves native code without optimization, for where it is loaded and not run.
+    `slow_kernels` hardly optimizes native code, for where it is loaded and not run.
     """
     run = Path(session.cache_dir).resolve() / "wheels" / RUN
     if not run.exists():
@@ -199,7 +199,7 @@ def built(session: nox.Session, package: str, *, slow_kernels: bool = False) -> 
     pattern = f"{package.replace('-', '_')}-*.whl"
     if not any(dist.glob(pattern)):
         constraints, variables = build_settings(session)
-        level = ("--config-setting", "cmake.define.KV_LEVEL=-O0")
+        level = ("--config-setting", "cmake.define.KV_LEVEL=-O1")
         wanted = ("--quiet", "--wheel", f"packages/{package}", "-o", str(dist), *constraints)
         wanted += level if slow_kernels and package == NATIVE else ()
         session.run("uv", "build", *wanted, env=variables)
