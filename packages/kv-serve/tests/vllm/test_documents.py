@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from asking import asked, pages
+from asking import LARGE, asked, pages
 from live_engine import ends
 
 if TYPE_CHECKING:
@@ -16,13 +16,6 @@ if TYPE_CHECKING:
 
 Start = Callable[..., AbstractContextManager["LLM"]]
 COUNT = 10
-OPTIONS = {
-    "kv_cache_memory_bytes": 1 << 20,
-    "max_model_len": 256,
-    "max_num_batched_tokens": 512,
-    "dtype": "float32",
-    "skip_tokenizer_init": True,
-}
 
 
 def written(folder: str, policy: str, ids: Sequence[int], path: Path, **how: object) -> object:
@@ -64,7 +57,7 @@ def test_a_document_is_continued_as_in_transformers(
     model, cache = written(weights, policy, book, tmp_path / "book.kv")
     expected = answer(model, cache, prompts[2][:20])
     given = {"kv_policy": policy, "kv_poison": True, "kv_documents": str(tmp_path)}
-    with start(weights, **OPTIONS, additional_config=given) as engine:
+    with start(weights, **LARGE, additional_config=given) as engine:
         for _ in range(2):
             assert asked(engine, [book + prompts[2][:20]], COUNT) == [(expected, 100)]
         assert asked(engine, [[*other, 5]], 1)[0][1] == 61
@@ -93,7 +86,7 @@ def test_files_that_no_request_could_continue_are_refused(
         given = {"kv_policy": text, "kv_documents": str(tmp_path)}
         with (
             pytest.raises(Exception, match=said),
-            start(model, **OPTIONS | options, additional_config=given),
+            start(model, **LARGE | options, additional_config=given),
         ):
             pass
 

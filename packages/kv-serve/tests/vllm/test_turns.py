@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from asking import asked, pages, reset
+from asking import LARGE, asked, pages, reset
 from live_engine import OPTIONS, ends, is_empty
 from sleeping import Sleeper
 
@@ -18,13 +18,6 @@ if TYPE_CHECKING:
 Start = Callable[..., AbstractContextManager["LLM"]]
 Greedy = Callable[["LLM", Sequence[Sequence[int]], int], list[list[int]]]
 COUNT = 10
-LARGE = {
-    "kv_cache_memory_bytes": 1 << 20,
-    "max_model_len": 256,
-    "max_num_batched_tokens": 512,
-    "dtype": "float32",
-    "skip_tokenizer_init": True,
-}
 
 
 def in_parts(

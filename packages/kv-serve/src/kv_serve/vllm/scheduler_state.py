@@ -250,7 +250,8 @@ class SchedulerState:
         begins = request in self.manager.fresh or computed == 0
         if prefixes is not None:
             found, boundary = prefixes.bases.get(request), prefixes.marks.get(request)
-            base = found.number if begins and found is not None else None
+            if begins and found is not None and found.tokens == computed:
+                base = found.number
             if boundary is not None and computed + tokens == boundary:
                 pages = self._compressed_pages(request, boundary)
                 keep = prefixes.store(request, self.step, pages)
