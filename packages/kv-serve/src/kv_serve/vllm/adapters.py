@@ -49,6 +49,9 @@ OVERRIDDEN: Final = (
     "max_admission_blocks_per_request)",
     f"{_MANAGER}.allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)",
     f"{_MANAGER}.pop_blocks_for_free(request_id)",
+    f"{_MANAGER}.add_local_computed_blocks(request_id, new_computed_blocks, "
+    "num_local_computed_tokens, num_external_computed_tokens)",
+    "vllm.v1.core.block_pool:BlockPool.reset_prefix_cache()",
     f"{_CONNECTOR}.__init__(vllm_config, role, kv_cache_config)",
     f"{_CONNECTOR}.bind_kv_cache_manager(kv_cache_manager)",
     f"{_CONNECTOR}.build_connector_meta(scheduler_output)",
@@ -56,6 +59,9 @@ OVERRIDDEN: Final = (
     f"{_CONNECTOR}.get_block_ids_with_load_errors()",
     "vllm.v1.core.sched.scheduler:Scheduler._handle_invalid_blocks(invalid_block_ids, "
     "num_scheduled_tokens)",
+    "vllm.v1.core.sched.scheduler:Scheduler._reserve_prefill_lookahead(request, "
+    "num_computed_tokens, num_new_tokens)",
+    f"{_CONNECTOR}.reset_cache()",
     f"{_CONNECTOR}.update_connector_output(connector_output)",
     f"{_CONNECTOR}.on_new_request(request)",
     f"{_CONNECTOR}.get_num_new_matched_tokens(request, num_computed_tokens)",
@@ -100,16 +106,22 @@ _ALLOCATED: Final = (
     "total_computed_tokens, num_local_computed_tokens, num_tokens_main_model, "
     "apply_admission_cap, prefill_end)",
 )
+_LOADED: Final = (
+    f"{_MANAGER}.allocate_external_computed_blocks(request_id, num_local_computed_tokens, "
+    "num_external_computed_tokens"
+)
 DIFFERENT: Final = {
     (0, 30): (
         f"{_STORED})",
+        f"{_LOADED})",
         f"{_ATTENTION}:AttentionBackend.get_supported_kernel_block_sizes()",
         f"{_MANAGER}.get_num_blocks_to_allocate(request_id, num_tokens, new_computed_blocks, "
         "total_computed_tokens, num_local_computed_tokens, num_tokens_main_model, "
         "apply_admission_cap)",
     ),
-    (0, 31): (f"{_STORED})", *_ALLOCATED),
-    (0, 33): (f"{_STORED}, skip_scale)", *_ALLOCATED),
+    (0, 31): (f"{_STORED})", f"{_LOADED})", *_ALLOCATED),
+    (0, 32): (f"{_STORED})", f"{_LOADED}, record_for_zeroing)", *_ALLOCATED),
+    (0, 33): (f"{_STORED}, skip_scale)", f"{_LOADED}, record_for_zeroing)", *_ALLOCATED),
 }
 
 # We call these with these arguments; any other parameter must have a default.
@@ -122,6 +134,7 @@ CALLED: Final = (
     "uniform_type_base_spec)",
     f"{_REGISTRY}:KVCacheSpecRegistry.check_kv_cache_spec_registry(kv_cache_spec)",
     "vllm.v1.core.block_pool:BlockPool.get_new_blocks(num_blocks)",
+    "vllm.v1.core.block_pool:BlockPool.get_num_free_blocks()",
     "vllm.v1.core.block_pool:BlockPool.free_blocks(ordered_blocks)",
     "vllm.v1.core.block_pool:BlockPool.touch(blocks)",
     f"{_SPEC}:KVCacheTensor.__init__(size, layers, layer_stride, block_stride, offset)",
