@@ -17,6 +17,7 @@ from transformers import (
     Gemma3TextConfig,
     PreTrainedModel,
 )
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from alone import POLICIES, left, sharp_model
 from kv_paging import PoolExhausted
@@ -24,6 +25,7 @@ from kv_policy import Budget, tensor_files
 from kv_runtime.memory import PARTS
 from kv_transformers import CompressedCache, document
 from kv_transformers.cache_argument import passing
+from kv_transformers.own_states import own_tensors
 from latent_models import EXPERTS, SIZES, drawn
 
 MASK = left(31, 7, 19)
@@ -171,7 +173,7 @@ def test_latents_are_saved_as_other_tokens(tmp_path) -> None:
 
 
 @torch.no_grad()
-def test_what_transformers_keeps_is_refused_when_it_is_saved(tmp_path) -> None:
+def test_a_window_that_is_damaged_is_refused(tmp_path) -> None:
     config = Gemma3TextConfig(
         vocab_size=101,
         hidden_size=32,
@@ -183,12 +185,44 @@ def test_what_transformers_keeps_is_refused_when_it_is_saved(tmp_path) -> None:
         sliding_window=8,
         layer_types=["sliding_attention", "full_attention"],
     )
-    model = AutoModelForCausalLM.from_config(config).eval()
-    cache = CompressedCache(model, "raw")
+    model = drawn(config)
+    model.save_pretrained(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    cache, path = CompressedCache(model, "raw"), tmp_path / "book.kv"
     model(IDS[:1], **passing(model, cache))
-    with pytest.raises(ValueError, match=r"keep caches of transformers.*which are not saved yet"):
-        cache.save(tmp_path / "book.kv")
-    assert not list(tmp_path.iterdir())
+    own = own_tensors([*cache.own_layers])
+    assert {name: tuple(x.shape) for name, x in own.items()} == {
+        "own.0.key": (1, 2, 7, 16),
+        "own.0.value": (1, 2, 7, 16),
+    }
+    state = cache.runtime.state()
+    for wrong, said in (
+        ({}, "own.0 lacks keys or values of its window"),
+        ({"own.0.key": own["own.0.key"]}, "own.0 lacks keys or values of its window"),
+        ({**own, "own.0.key": own["own.0.key"][:, :, :3]}, "should have keys and values of 7"),
+        ({**own, "own.1.key": own["own.0.key"].clone()}, "is of no layer that this model has"),
+        ({**own, "own.0.conv.0": own["own.0.key"].clone()}, "which this model does not keep"),
+        ({**own, "own.0.key": own["own.0.key"].int()}, "should be floats of 1 sequences"),
+        ({**own, "own.x": own["own.0.key"].clone()}, "is of no layer that this model has"),
+    ):
+        document.save(path, model, state, None, wrong, private=False, chat=None)
+        with pytest.raises(ValueError, match=f"is damaged: .*{said}"):
+            CompressedCache.load(model, path)
+
+
+def test_what_is_not_saved_of_transformers_is_refused() -> None:
+    class Indexer:
+        keys = None
+
+        def __init__(self) -> None:
+            self.indexed = torch.ones(1, 4, 8)
+
+    recording = DynamicSlidingWindowLayer(sliding_window=8)
+    recording.activate_past_recording()
+    recording.update(torch.ones(1, 2, 9, 4), torch.ones(1, 2, 9, 4))
+    for layer in (Indexer(), recording):
+        with pytest.raises(ValueError, match=rf"{type(layer).__name__}\) that is not saved"):
+            own_tensors([layer])
 
 
 @torch.no_grad()

@@ -254,6 +254,26 @@ def test_a_copy_goes_on_alone(name) -> None:
 
 
 @kinds
+@torch.no_grad()
+def test_a_cache_in_a_file_goes_on(name, tmp_path) -> None:
+    made(name).save_pretrained(tmp_path / "model")
+    model = type(made(name)).from_pretrained(tmp_path / "model").eval()
+    (ids, mask), path = prompts(), tmp_path / "book.kv"
+    cache = CompressedCache(model, "raw")
+    model(ids, attention_mask=mask, **passing(model, cache))
+    cache.save(path, ids)
+    loaded = CompressedCache.load(model, path, ids=ids)
+    assert loaded.memory().other_bytes <= cache.memory().other_bytes  # a window may be a view
+    for fresh in (ids[:, 9:16], ids[:, 7:8], ids[:, 5:6]):
+        mask = torch.cat((mask, torch.ones_like(fresh)), 1)
+        want, found = (
+            model(fresh, attention_mask=mask, **passing(model, each)).logits
+            for each in (cache, loaded)
+        )
+        assert torch.equal(found, want)
+
+
+@kinds
 def test_a_cleared_cache_takes_another_batch(name) -> None:
     model = made(name)
     cache = CompressedCache(model, "raw")

@@ -20,8 +20,9 @@ from kv_transformers.fitted import check_fitted
 from kv_transformers.fold import expect_fold, folded_by
 from kv_transformers.fresh_layer import AttendingCache
 from kv_transformers.latents import Absorbed
-from kv_transformers.layers import cache_bytes, expect_croppable, expect_none_kept, records_past
+from kv_transformers.layers import cache_bytes, expect_croppable, records_past
 from kv_transformers.masks import MaskCheck
+from kv_transformers.own_states import own_tensors, restore_own
 from kv_transformers.pass_columns import PassColumns
 from kv_transformers.replay import Attention, GroupedAttention, Replayer
 from kv_transformers.rotary import with_ropes
@@ -412,15 +413,15 @@ class CompressedCache(AttendingCache):
         Raises:
             RuntimeError: the previous forward pass did not finish, or the model was deleted.
             ValueError: the cache is empty, the model was not loaded from files, the ids are of
-                another shape, or the model keeps caches of transformers (sliding windows, states,
-                keys of indexers), which are not saved.
+                another shape, or a layer of the model keeps keys of an indexer, which are not
+                saved.
             OSError: writing failed; an existing file is unchanged.
         """
         model = self.model
         if model is None:
             raise RuntimeError("the model of this compressed cache was deleted")
-        expect_none_kept(self.own_layers)
-        document.save(Path(path), model, self.runtime.state(), ids, private=private, chat=chat)
+        own, state = own_tensors([*self.own_layers]), self.runtime.state()
+        document.save(Path(path), model, state, ids, own, private=private, chat=chat)
 
     @classmethod
     def load(
@@ -474,6 +475,11 @@ class CompressedCache(AttendingCache):
             raise document.damaged(path, error) from None
         except ValueError as error:
             raise ValueError(f"{path} cannot be used here: {error}") from None
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                restore_own([*cache.own_layers], found.own, found.held, model.device)
+        except ValueError as error:
+            raise document.damaged(path, error) from None
         cache.document = found
         cache._masks = replace(cache._masks, masked=not bool(found.held.all()))
         return cache

@@ -6,7 +6,8 @@ with any page size, on any device. Checksums cover every byte; still, everything
 """
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -20,6 +21,7 @@ from kv_policy.decoding import decode
 from kv_policy.tensor_files import Advice, read_advised, write
 from kv_runtime import CacheFacts, CacheState
 from kv_transformers.fitted import fingerprint_of
+from kv_transformers.own_states import PREFIX
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -60,6 +62,7 @@ class Document:
     ids: Int[Tensor, "B T"] | None
     digest: str | None
     chat: bool | None
+    own: Mapping[str, Tensor] = field(default_factory=dict)  # of layers that transformers caches
 
     def expect(self, ids: Int[Tensor, "B L"]) -> None:
         """Raise unless token ids begin with those of the document.
@@ -109,11 +112,12 @@ def save(
     model: "PreTrainedModel",
     state: CacheState,
     ids: Int[Tensor, "B T"] | None,
+    own: Mapping[str, Tensor],
     *,
     private: bool,
     chat: bool | None,
 ) -> None:
-    """Write the state of a cache and what it is of, atomically.
+    """Write the state of a cache, `own` of other layers, and what they are of, atomically.
 
     Raises:
         ValueError: the model was not loaded from files, or the ids are not those of the columns.
@@ -125,7 +129,7 @@ def save(
             "the cache cannot be saved, as its model was not loaded from a folder that can be "
             "compared when it is loaded; load it with kv_transformers.load_model or from_pretrained"
         )
-    held, tensors, digest = state.tensors["columns"], dict(state.tensors), None
+    held, tensors, digest = state.tensors["columns"], {**state.tensors, **own}, None
     if ids is None and private:
         raise ValueError("private=True saves the hash of the token ids; pass ids")
     if ids is not None:
@@ -227,4 +231,5 @@ def _document(path: Path, facts: Facts, tensors: dict[str, Tensor]) -> Document:
         if ids.dtype != torch.int32 or tuple(ids.shape) != shape or bool((ids < 0).any()):
             raise damaged(path, ValueError(f"ids should be torch.int32 of {shape}, 0 or more"))
         ids = ids.long()
-    return Document(held.clone(), ids, facts.digest, facts.chat)
+    own = {name: tensors.pop(name) for name in [*tensors] if name.startswith(PREFIX)}
+    return Document(held.clone(), ids, facts.digest, facts.chat, own)

@@ -160,21 +160,6 @@ def expect_croppable(layers: Iterable[Any]) -> None:
             )
 
 
-def expect_none_kept(layers: Iterable[Any]) -> None:
-    """Raise if transformers' cache layers hold something, as it is not saved.
-
-    Raises:
-        ValueError: they do.
-    """
-    held = sorted({type(layer).__name__ for layer in layers if cache_bytes([layer])})
-    if held:
-        raise ValueError(
-            f"layers of this model keep caches of transformers ({', '.join(held)}: sliding "
-            "windows, states or keys of an indexer), which are not saved yet; use a model all of "
-            "whose layers attend to every token, or prefill the document again"
-        )
-
-
 def _drops(layer: Any) -> bool:
     """Whether a layer has dropped tokens: a convolution, or a sliding window that is full."""
     from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
