@@ -153,7 +153,7 @@ def pages(name: str) -> None:
     triton_kernels.write(whole, TokenWrite(every, every, keep, vector, vector, score, place))
     bare = PageLayout.sized(format_of(name), TOKENS)
     memory = torch.empty(4, bare.nbytes, dtype=torch.uint8)
-    triton_kernels.place(memory, bare, every, every, vector[:, 0], vector[:, 0])
+    triton_kernels.place(memory, bare, every, every, vector[:, :1], vector[:, :1])
     triton_kernels.compact(whole, every, keep)
     triton_kernels.copy_pages(pool.padded, every, every)
     triton_kernels.read(whole, every, 2 * TOKENS, frozenset({"keys", "values"}))
