@@ -8,11 +8,20 @@ from live_engine import ends
 if TYPE_CHECKING:
     from vllm import LLM
 
+LARGE = {  # options of an engine whose prompts are read in one step
+    "kv_cache_memory_bytes": 1 << 20,
+    "max_model_len": 256,
+    "max_num_batched_tokens": 512,
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+}
+Answer = tuple[list[int], int]  # new tokens, and how many of the prompt's were not read
+
 
 def asked(
     engine: "LLM", prompts: Sequence[Sequence[int]], count: int, **extra: object
-) -> list[tuple[list[int], int]]:
-    """Generate greedily, and return ids and the tokens that were not read."""
+) -> list[Answer]:
+    """Generate greedily with these extra arguments."""
     from vllm import SamplingParams
 
     settings = SamplingParams(
