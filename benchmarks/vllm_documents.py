@@ -1,14 +1,15 @@
 # environment: vllm
-"""A document that is read once and asked many times, and a chat that goes on, in a stock vLLM.
+"""A document that is read once and asked many times, and a multi-turn chat, in a stock vLLM.
 
-SmolLM2-135M, eager, two threads, an engine in a process of its own for each policy. A document of
-7,800 tokens of text is compressed by itself (`kv_prefix`). A cold request reads it, with a question
-of 48 tokens behind it; a warm one continues the stored prefix. Seconds are from the request to its
+SmolLM2-135M, eager, two threads, for each policy an engine for the document and one for the chat,
+each in a process of its own. A document of 7,800 tokens of text is compressed by itself
+(`kv_prefix`). A cold request reads it, with a question of 48 tokens behind it; a warm one continues
+the stored prefix. Seconds are from the request to its
 first token; the ratio is of medians. Answers of 24 tokens of warm requests are compared with those
 of cold ones. Then 16 questions are asked at once, and all bytes in use, the document's
 included, are compared with those of one question, at the maximum of all steps. A chat of ten turns
-of 200 tokens, each answered with 50, is held with and without the states of finished requests
-(`kv_turns`); the ratio is of the prompt tokens that were read.
+of 200 tokens, each answered with 50, is held with the states of finished requests (`kv_turns`); the
+ratio is of the prompt tokens that were read to all of them, which are read without.
 """
 
 import argparse
@@ -55,11 +56,11 @@ class Answer:
 class Served:
     """An engine under a policy, in this process."""
 
-    def __init__(self, policy: str, longest: int) -> None:
-        """Start it, with memory for a few documents."""
+    def __init__(self, policy: str, longest: int, *, turns: bool) -> None:
+        """Start it, with memory for a few documents; `turns` is its `kv_turns`."""
         room = Room(4 * longest * raw_token_bytes(), longest, 2048, SHARERS)
         given = room.arguments(policy) | {"enable_prefix_caching": True}
-        given["additional_config"] = options(policy)["additional_config"] | {TURNS: True}
+        given["additional_config"] = options(policy)["additional_config"] | {TURNS: turns}
         self.engine = LLMEngine.from_engine_args(EngineArgs(**given))
         self.asked = 0
 
@@ -103,13 +104,12 @@ class Served:
 
 
 def measure(policy: str, length: int, rounds: int) -> Row:
-    """Measure a policy in this process."""
+    """Measure a document under a policy in this process."""
     ids = text_ids()
     document, rest = ids[:length], ids[length:]
     questions = [document + rest[QUESTION * i :][:QUESTION] for i in range(SHARERS)]
     mark = {PREFIX: length}
-    longest = max(length + QUESTION + ANSWER, TURNS_OF_CHAT * (TURN + REPLY))
-    served = Served(policy, longest)
+    served = Served(policy, length + QUESTION + ANSWER, turns=False)
     served.ask([document[:300]], 2, {PREFIX: 200})
     cold: list[Answer] = []
     warm: list[Answer] = []
@@ -134,16 +134,16 @@ def measure(policy: str, length: int, rounds: int) -> Row:
         "one_bytes": one,
         "sharers_bytes": most,
         "sharers_over_one": most / one,
-        **chat(served, rest),
     }
 
 
-def chat(served: Served, ids: Sequence[int]) -> Row:
-    """Hold a chat; return the prompt tokens read, over all prompt tokens."""
+def chat(policy: str) -> Row:
+    """Hold a chat in this process; return the prompt tokens read, and all prompt tokens."""
+    served, ids = Served(policy, TURNS_OF_CHAT * (TURN + REPLY), turns=True), text_ids()
     read = whole = 0
     told: list[int] = []
     for i in range(TURNS_OF_CHAT):
-        told += ids[4000 + TURN * i :][:TURN]
+        told += ids[TURN * i :][:TURN]
         (answer,), _ = served.ask([told], REPLY, {})
         read, whole = read + answer.read, whole + len(told)
         told += answer.ids
@@ -162,7 +162,10 @@ def main() -> None:
     for policy in POLICIES:
         row = rows.measured(
             {"policy": policy},
-            lambda policy=policy: apart(measure, policy, length, rounds, environment=TWO_THREADS),
+            lambda policy=policy: {
+                **apart(measure, policy, length, rounds, environment=TWO_THREADS),
+                **apart(chat, policy, environment=TWO_THREADS),
+            },
         )
         name = figure(policy).split("_keep")[0].split("_file")[0]
         for each in ("warm_over_cold", "sharers_over_one", "chat_read_over_whole", "identical"):

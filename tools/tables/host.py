@@ -123,24 +123,14 @@ def gpu_static(result: Row, said: Said) -> Iterator[str]:
 
 def documents(result: Row, said: Said) -> Iterator[str]:
     """Yield the figures, and the file of each policy."""
-    yield markdown.figures(result, said)
-    yield table(
-        (
-            *("policy", "file over bytes held", "over an uncompressed cache"),
-            *("loading over prefill", "for 16 questions", "answered"),
-        ),
-        (
-            (
-                f"`{row['policy']}`",
-                f"{row['file_over_held']:.4f}",
-                f"{row['file_over_full']:.4f}",
-                f"{row['load_over_prefill']:.4f}",
-                f"{row['repeated_over_one']:.2f}",
-                f"{row['answered_over_one']:.2f}",
-            )
-            for row in result["rows"]
-        ),
-    )
+    cells = {
+        "file over bytes held": "{file_over_held:.4f}",
+        "over an uncompressed cache": "{file_over_full:.4f}",
+        "loading over prefill": "{load_over_prefill:.4f}",
+        "for 16 questions": "{repeated_over_one:.2f}",
+        "answered": "{answered_over_one:.2f}",
+    }
+    yield from markdown.by_policy(result, said, cells)
 
 
 WRITERS: Final = {

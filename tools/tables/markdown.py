@@ -39,6 +39,24 @@ def only_figures(result: Row, said: Said) -> Iterator[str]:
     yield figures(result, said)
 
 
+def by_policy(result: Row, said: Said, cells: Mapping[str, str]) -> Iterator[str]:
+    """Write the figures, and a table with a line for each policy.
+
+    Args:
+        result: its rows have a `policy`.
+        said: the page's descriptions of the figures.
+        cells: formats of what is written of a row, by the head of the column.
+    """
+    yield figures(result, said)
+    yield table(
+        ("policy", *cells),
+        (
+            (f"`{row['policy']}`", *(cell.format_map(row) for cell in cells.values()))
+            for row in result["rows"]
+        ),
+    )
+
+
 def sections(page: str) -> Iterator[tuple[str, str]]:
     """Yield the titles of a page that name a result, each with the text below it."""
     _, *parts = re.split(r"^## ", page, flags=re.MULTILINE)

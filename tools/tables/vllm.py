@@ -357,24 +357,14 @@ def cell_share(cell: Row | None) -> str:
 
 def vllm_documents(result: Row, said: Said) -> Iterator[str]:
     """Yield the figures, and what each policy read and held."""
-    yield markdown.figures(result, said)
-    yield table(
-        (
-            *("policy", "first token, warm over cold", "MiB for one question", "for 16"),
-            *("prompt tokens of the chat", "read"),
-        ),
-        (
-            (
-                f"`{row['policy']}`",
-                f"{row['warm_over_cold']:.4f}",
-                f"{row['one_bytes'] / 2**20:.1f}",
-                f"{row['sharers_bytes'] / 2**20:.1f}",
-                f"{row['chat_whole']:,}",
-                f"{row['chat_read']:,}",
-            )
-            for row in result["rows"]
-        ),
-    )
+    cells = {
+        "first token, warm over cold": "{warm_over_cold:.4f}",
+        "bytes for one question": "{one_bytes:,}",
+        "for 16": "{sharers_bytes:,}",
+        "prompt tokens of the chat": "{chat_whole:,}",
+        "read": "{chat_read:,}",
+    }
+    yield from markdown.by_policy(result, said, cells)
 
 
 WRITERS: Final = {

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kv_paging import PagePool
 from kv_policy import KVPolicy, parse
-from kv_runtime import PolicyCache, RequestBatch, RequestRows, RequestStep, lends
+from kv_runtime import PolicyCache, RequestBatch, RequestRows, RequestStep, appends_only
 from tiered_policies import SHAPE
 
 SCALE, CHUNK, LENGTH = 0.4, 7, 64
@@ -212,9 +212,9 @@ def test_the_pages_of_a_prefix_are_counted_once(text: str) -> None:
         engine.step("a", *names)
     held = engine.batch.held(kept=False)
     assert prefix + sum(each.pages for each in held.values()) >= engine.pool.used
-    if lends(engine.policy, read=True):  # each page is counted once
+    if appends_only(engine.policy, planned=True):  # each page is counted once
         assert prefix + sum(each.pages for each in held.values()) == engine.pool.used
-    if lends(engine.policy, read=False) and text == "k8v4":  # no full page is copied
+    if appends_only(engine.policy, planned=False) and text == "k8v4":  # no full page is copied
         own = SHAPE.layers * SHAPE.kv_heads * 2  # the last page of the prefix, and later tokens
         assert all(each.pages <= own for each in held.values())
 
@@ -228,7 +228,7 @@ def test_the_state_of_a_finished_request_is_continued(text: str, fixed: int) -> 
         engine.step("a", "o")
     used = engine.pool.used
     later = engine.requests["b"] = Request(engine.policy, 0, boundary=None, prompt=PROMPT + 9)
-    later.cache, later.done = request.cache, request.done  # which goes on with its turn
+    later.cache, later.done = request.cache, request.done  # its next turn
     later.computed = request.computed
     steps = {0: RequestStep("b", later.computed, 6, later.prompt, serial=30, base=9)}
     engine.batch.begin(steps, (), {"a": 9})

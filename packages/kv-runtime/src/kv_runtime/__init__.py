@@ -30,7 +30,7 @@ from kv_runtime.layout import Layout
 from kv_runtime.measure import HeldCopy, Measured, Meter, RequestHeld, held_by
 from kv_runtime.memory import MemoryReport
 from kv_runtime.outermost import Outermost
-from kv_runtime.prefixes import PrefixPages, StoredPrefixes, lends
+from kv_runtime.prefixes import PrefixPages, StoredPrefixes, appends_only
 from kv_runtime.replay import ReplayChunk, Rereading
 from kv_runtime.requests import RequestBatch, RequestRows, RequestStep
 from kv_runtime.retain.plans import TurnCounts
@@ -86,6 +86,7 @@ __all__ = [
     "Tally",
     "TokenRows",
     "TurnCounts",
+    "appends_only",
     "backend_for",
     "budget_tokens",
     "captures",
@@ -105,7 +106,6 @@ __all__ = [
     "holding",
     "joined_ropes",
     "kept_tokens",
-    "lends",
     "model_frequencies",
     "needs_rotation",
     "probe_positions",

@@ -37,11 +37,11 @@ class Batch:
     shares: bool = field(default=False)  # the pool is shared with other batches
     record: Columns | None = field(default=None)  # which columns hold tokens; None: not recorded
     vacant: set[int] = field(default_factory=set)  # sequences of no request, which have no tokens
-    lent: Int[Tensor, " B"] = field(init=False)  # pages that a stored prefix holds, too
+    prefix_pages: Int[Tensor, " B"] = field(init=False)  # pages that a stored prefix holds, too
 
     def __post_init__(self) -> None:
         """Start without pages of prefixes."""
-        self.lent = torch.zeros_like(self.seen)
+        self.prefix_pages = torch.zeros_like(self.seen)
 
     @classmethod
     def allocate(
@@ -328,7 +328,7 @@ class Batch:
         self.tiers.adopt(sequence, other.tiers)
         if self.window is not None and other.window is not None:
             self.window.adopt(sequence, other.window)
-        self.seen[sequence], self.lent[sequence] = other.seen[0], other.lent[0]
+        self.seen[sequence], self.prefix_pages[sequence] = other.seen[0], other.prefix_pages[0]
         self.vacant.discard(sequence)
         other._forget()
 
@@ -338,7 +338,7 @@ class Batch:
         self.tiers.clear_in_place(rows, also=self._beside)
         if self.window is not None:
             self.window.clear(rows)
-        self.seen[rows] = self.lent[rows] = 0
+        self.seen[rows] = self.prefix_pages[rows] = 0
         self.vacant.update(sequences)
 
     def select(self, source: Int[Tensor, " B2"], *, share: bool = False) -> None:
@@ -355,7 +355,7 @@ class Batch:
             self.window.reorder(source)
         if self.record is not None:
             self.record.select(source)
-        self.seen, self.lent = self.seen[source], self.lent[source]
+        self.seen, self.prefix_pages = self.seen[source], self.prefix_pages[source]
 
     def branch(self, sequence: int, other: "Batch", *, share: bool, whole: bool = False) -> None:
         """Let the only sequence of an empty batch over the same pool continue one of these.
@@ -378,12 +378,12 @@ class Batch:
         other.columns, other.started = self.columns, True
         other.vacant.clear()
 
-    def note_lent(self) -> None:
-        """Count the pages that stored prefixes hold, too; they stay theirs while tokens are added.
+    def count_prefix_pages(self) -> None:
+        """Count the pages that stored prefixes hold, too; appended tokens change no such page.
 
         Synchronizes with the device if the pool shares pages.
         """
-        self.lent.copy_(self.tiers.shared_pages())
+        self.prefix_pages.copy_(self.tiers.shared_pages())
 
     def join(self, other: "Batch") -> None:
         """Append the sequences of a batch over the same pool, which empties it.
@@ -400,7 +400,7 @@ class Batch:
         if self.window is not None and other.window is not None:
             self.window.join(other.window)
         self.seen = torch.cat((self.seen, other.seen))
-        self.lent = torch.cat((self.lent, other.lent))
+        self.prefix_pages = torch.cat((self.prefix_pages, other.prefix_pages))
         self.columns = max(self.columns, other.columns)
         self.started = self.started and other.started
         other._forget()
@@ -414,7 +414,7 @@ class Batch:
 
     def _forget(self) -> None:
         self.seen, self.columns, self.record = self.seen[:0], 0, None
-        self.lent = self.lent[:0]
+        self.prefix_pages = self.prefix_pages[:0]
         self.started = True  # vacuously true
 
     def pages_used(self) -> Int[Tensor, " B"]:

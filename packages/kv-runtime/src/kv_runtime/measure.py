@@ -235,7 +235,7 @@ def held_by(batch: Batch, *, kept: bool) -> list[RequestHeld]:
 
 def held_numbers(batch: Batch, *, kept: bool) -> Int[Tensor, "B 3"]:
     """Return the fields of `RequestHeld` of each sequence, in new memory on the device."""
-    pages, tokens = batch.pages_used() - batch.lent, torch.zeros_like(batch.seen)
+    pages, tokens = batch.pages_used() - batch.prefix_pages, torch.zeros_like(batch.seen)
     if kept:
         tokens = batch.tiers.counts().sum((0, 1, 3))
         if batch.window is not None:

@@ -98,17 +98,17 @@ class StoredPrefixes:
         return PrefixPages(numbers, HostCopy.of(torch.cat(pages)) if pages else None)
 
 
-def lends(policy: KVPolicy, *, read: bool) -> bool:
-    """Return whether a request leaves the pages of the prefix it continues as they are.
+def appends_only(policy: KVPolicy, *, planned: bool) -> bool:
+    """Return whether a request from now on only appends to the pages of the prefix it continues.
 
-    Without a selector it only appends. With one it plans all its tokens when its prompt has been
-    read; then some selectors evict nothing any more.
+    A selector plans all tokens of a request once its prompt has been read, and may then evict from
+    any page; some selectors evict nothing later.
 
     Args:
         policy: the policy.
-        read: whether the request's prompt has been read.
+        planned: whether the request's prompt has been read and planned.
     """
     if policy.selector is None:
         return True
     selector = complete(policy.selector)
-    return read and selector.decode == "grow" and not selector.replan.generating
+    return planned and selector.decode == "grow" and not selector.replan.generating

@@ -17,7 +17,7 @@ from kv_policy import Budget
 from kv_runtime.cache import PolicyCache
 from kv_runtime.fixed_rows import FixedRows
 from kv_runtime.measure import HeldCopy, RequestHeld, held_numbers
-from kv_runtime.prefixes import StoredPrefixes, lends
+from kv_runtime.prefixes import StoredPrefixes, appends_only
 from kv_runtime.token_rows import TokenRows
 
 NOTHING: Final[Mapping[str, int]] = MappingProxyType({})
@@ -378,7 +378,7 @@ class RequestBatch:
                 raise ValueError(step.refused)
             if step.base is not None:
                 self.prefills[step.request] = made = self.prefixes.begin(step.base)
-                self._note_lent(made, read=False)
+                self._count_prefix_pages(made, planned=False)
             elif step.starts:
                 self.prefills[step.request] = self.empty.another(step.budget)
             cache = self.prefills[step.request]
@@ -402,18 +402,19 @@ class RequestBatch:
                 continue
             with suppress(PoolExhausted):  # the request does not depend on it
                 self.prefixes.store(step.keep, cache)
-                self._note_lent(cache, read=False)
+                self._count_prefix_pages(cache, planned=False)
 
-    def _note_lent(self, cache: PolicyCache, *, read: bool) -> None:
-        if self.prefixes.caches and cache.batch is not None and lends(cache.policy, read=read):
-            cache.batch.note_lent()
+    def _count_prefix_pages(self, cache: PolicyCache, *, planned: bool) -> None:
+        """Count the pages that prefixes hold, too, once the policy leaves them as they are."""
+        if cache.batch is not None and appends_only(cache.policy, planned=planned):
+            cache.batch.count_prefix_pages()
 
     def _let_decode(self) -> None:
         """Join requests with a finished prefill to the decoding ones."""
         for step in self._steps.values():
             if step.ends_prefill and step.request in self.prefills:
                 cache = self.prefills.pop(step.request)
-                self._note_lent(cache, read=True)
+                self._count_prefix_pages(cache, planned=True)
                 if self._fixed is not None:
                     place = self.names.index("")
                     self._fixed.cache.adopt(place, cache)

@@ -31,7 +31,7 @@ FEATURES: Final = (
         "`--enable-prefix-caching`",
         slots=True,
         pages=True,
-        note="in pages of prefixes that a request names, and of turns",
+        note="in pages of prefixes: what a request names, turns, and documents",
     ),
     Feature("chunked prefill", "`--max-num-batched-tokens`", slots=True, pages=True),
     Feature("several answers", "`n`", slots=True, pages=True),

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
 from live_engine import ends
 
 if TYPE_CHECKING:
@@ -15,6 +17,7 @@ LARGE = {  # options of an engine whose prompts are read in one step
     "dtype": "float32",
     "skip_tokenizer_init": True,
 }
+COUNT = 10  # new tokens of most answers
 Answer = tuple[list[int], int]  # new tokens, and how many of the prompt's were not read
 
 
@@ -30,6 +33,36 @@ def asked(
     given = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
     answers = engine.generate(given, settings, use_tqdm=False)
     return [(list(each.outputs[0].token_ids), each.num_cached_tokens) for each in answers]
+
+
+def in_parts(
+    folder: str, policy: str, parts: Sequence[Sequence[int]], answer: int
+) -> list[list[int]]:
+    """Read the parts of a prompt one after another in transformers, each answered greedily.
+
+    Args:
+        folder: of the model.
+        policy: its text.
+        parts: the parts.
+        answer: generated tokens after the last part, and after each before it that is a turn; 0:
+            only the last is answered.
+    """
+    from transformers import AutoModelForCausalLM
+
+    from kv_transformers import CompressedCache, passing
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    cache, found, left = CompressedCache(model, policy, page_tokens=16), [], []
+    for i, part in enumerate(parts):
+        fresh, answers = torch.tensor([[*left, *part]]), []
+        for _ in range(answer or (i + 1 == len(parts)) * COUNT or 1):
+            with torch.no_grad():
+                logits = model(fresh, **passing(model, cache)).logits
+            answers.append(int(logits[0, -1].argmax()))
+            fresh = torch.tensor([answers[-1:]])
+        left = answers[-1:] if answer else []
+        found.append(answers)
+    return found
 
 
 def pages(engine: "LLM") -> tuple[int, int]:

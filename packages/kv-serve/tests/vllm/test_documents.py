@@ -8,18 +8,17 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from asking import LARGE, asked, pages
+from asking import COUNT, LARGE, asked, in_parts, pages
 from live_engine import ends
 
 if TYPE_CHECKING:
     from vllm import LLM
 
 Start = Callable[..., AbstractContextManager["LLM"]]
-COUNT = 10
 
 
 def written(folder: str, policy: str, ids: Sequence[int], path: Path, **how: object) -> object:
-    """Write a document; return its cache and model, which go on."""
+    """Write a document; return its model, and its cache, which may be continued."""
     from transformers import AutoModelForCausalLM
 
     from kv_transformers import CompressedCache, passing
@@ -74,6 +73,21 @@ def test_a_document_is_continued_as_in_transformers(
         assert engine.llm_engine.reset_prefix_cache(reset_connector=True) in (True, False)
         assert asked(engine, [book + prompts[2][:20]], COUNT)[0][1] == 0
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+
+
+def test_a_request_that_names_a_boundary_continues_a_document(
+    start: Start, weights: str, prompts: list[list[int]], tmp_path: Path
+) -> None:
+    policy, book, more = "kv-compress:rate=2,floor=16", prompts[0][:60], prompts[1][:30]
+    expected = in_parts(weights, policy, [book, more, prompts[2][:20]], 0)[-1]
+    written(weights, policy, book, tmp_path / "book.kv")
+    given = {"kv_policy": policy, "kv_poison": True, "kv_documents": str(tmp_path)}
+    prompt = book + more + prompts[2][:20]
+    with start(weights, **LARGE, additional_config=given) as engine:
+        for read in (60, 90):
+            assert asked(engine, [prompt], COUNT, kv_prefix=90) == [(expected, read)]
+        assert asked(engine, [prompt], 1)[0][1] == 60  # it names no boundary
+        assert asked(engine, [prompt], 1, kv_prefix=40)[0][1] == 60  # the longest one
 
 
 def test_files_that_no_request_could_continue_are_refused(

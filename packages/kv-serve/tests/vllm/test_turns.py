@@ -3,12 +3,12 @@
 import random
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
-from asking import LARGE, asked, pages, reset
+from asking import COUNT, LARGE, asked, in_parts, pages, reset
 from live_engine import OPTIONS, ends, is_empty
 from sleeping import Sleeper
 
@@ -17,37 +17,6 @@ if TYPE_CHECKING:
 
 Start = Callable[..., AbstractContextManager["LLM"]]
 Greedy = Callable[["LLM", Sequence[Sequence[int]], int], list[list[int]]]
-COUNT = 10
-
-
-def in_parts(
-    folder: str, policy: str, parts: Sequence[Sequence[int]], answer: int
-) -> list[list[int]]:
-    """Read the parts of a prompt one after another in transformers, each answered greedily.
-
-    Args:
-        folder: of the model.
-        policy: its text.
-        parts: the parts.
-        answer: generated tokens after the last part, and after each before it that is a turn; 0:
-            only the last is answered.
-    """
-    from transformers import AutoModelForCausalLM
-
-    from kv_transformers import CompressedCache, passing
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    cache, found, left = CompressedCache(model, policy, page_tokens=16), [], []
-    for i, part in enumerate(parts):
-        fresh, answers = torch.tensor([[*left, *part]]), []
-        for _ in range(answer or (i + 1 == len(parts)) * COUNT or 1):
-            with torch.no_grad():
-                logits = model(fresh, **passing(model, cache)).logits
-            answers.append(int(logits[0, -1].argmax()))
-            fresh = torch.tensor([answers[-1:]])
-        left = answers[-1:] if answer else []
-        found.append(answers)
-    return found
 
 
 @pytest.mark.parametrize(
@@ -73,6 +42,23 @@ def test_parts_and_turns_are_those_of_transformers(
             told += answer
 
 
+def test_a_request_that_names_a_boundary_continues_no_turn(
+    start: Start, weights: str, prompts: list[list[int]]
+) -> None:
+    given = {"kv_policy": "kv-compress:rate=2,floor=16", "kv_poison": True, "kv_turns": True}
+    with start(weights, **LARGE, additional_config=given) as engine:
+        book, question = prompts[0][:90], prompts[1][:25]
+        ((cold, read),) = asked(engine, [book + question], COUNT, kv_prefix=90)
+        assert read == 0
+        reset(engine)
+        asked(engine, [book[:80]], COUNT)
+        ((turn, _),) = asked(engine, [book + question[:10]], COUNT)  # its state begins with both
+        told = [*book, *question[:10], *turn, 7]
+        assert asked(engine, [book + question], COUNT, kv_prefix=90) == [(cold, 0)]
+        assert asked(engine, [told], 1)[0][1] == len(told) - 2
+        assert asked(engine, [told], 1, kv_prefix=90)[0][1] == 90
+
+
 def test_turns_need_prefix_caching(start: Start, tiny: Callable[..., str]) -> None:
     given = {"kv_policy": "snapkv:budget=24,window=8", "kv_turns": True}
     with (
@@ -88,14 +74,17 @@ def test_turns_need_prefix_caching(start: Start, tiny: Callable[..., str]) -> No
         pass
 
 
-def test_turns_are_refused_beside_layers_that_vllm_keeps(
-    start: Start, tiny: Callable[..., str]
+@pytest.mark.parametrize("setting", ["kv_turns", "kv_documents"])
+def test_prefixes_are_refused_beside_layers_that_vllm_keeps(
+    start: Start, tiny: Callable[..., str], tmp_path: Path, setting: str
 ) -> None:
     more = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 48}
     folder = tiny("Gemma3ForCausalLM", "gemma3_text", **more)
-    given = {"kv_policy": "snapkv:budget=24,window=8", "kv_turns": True}
+    policy = "snapkv:budget=24,window=8"
+    (tmp_path / "book.kv").write_bytes(b"")  # refused before it is read
+    given = {"kv_policy": policy, setting: str(tmp_path) if setting == "kv_documents" else True}
     with (
-        pytest.raises(Exception, match="layers of this model have a window or state of their own"),
+        pytest.raises(Exception, match=f"{setting} is given, but layers of this model have a wind"),
         start(folder, **LARGE, load_format="dummy", additional_config=given),
     ):
         pass

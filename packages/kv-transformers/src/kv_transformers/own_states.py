@@ -67,8 +67,10 @@ def restore_own(
         each[int(match[1])][match[2]] = x
     for i, (layer, mine) in enumerate(zip(layers, each, strict=True)):
         left = {name: x.to(device) for name, x in mine.items()}
-        for what in _continued(layer, left, columns):
-            raise ValueError(f"{PREFIX}{i} {what}")
+        try:
+            _restore(layer, left, columns)
+        except ValueError as error:
+            raise ValueError(f"{PREFIX}{i} {error}") from None
 
 
 def _held(layer: Any) -> Iterator[tuple[str, Tensor]]:
@@ -83,19 +85,21 @@ def _held(layer: Any) -> Iterator[tuple[str, Tensor]]:
             yield from ((f"{kind}.{s}", x) for s, x in states.items() if x is not None)
 
 
-def _continued(layer: Any, given: dict[str, Tensor], columns: int) -> Iterator[str]:
-    """Fill a layer; yield what is wrong."""
+def _restore(layer: Any, given: dict[str, Tensor], columns: int) -> None:
+    """Fill a layer.
+
+    Raises:
+        ValueError: `given` is not what such a layer keeps.
+    """
     from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
     if isinstance(layer, DynamicSlidingWindowLayer):
         key, value = given.pop("key", None), given.pop("value", None)
         length = min(columns, layer.sliding_window - 1)
         if key is None or value is None:
-            yield "lacks keys or values of its window"
-            return
+            raise ValueError("lacks keys or values of its window")
         if key.ndim != 4 or key.shape[:3] != value.shape[:3] or key.shape[2] != length:
-            yield f"should have keys and values of {length} tokens"
-            return
+            raise ValueError(f"should have keys and values of {length} tokens")
         layer.update(key, value)
         layer.cumulative_length = columns
     if isinstance(layer, LinearAttentionCacheLayerMixin):
@@ -103,10 +107,9 @@ def _continued(layer: Any, given: dict[str, Tensor], columns: int) -> Iterator[s
             kind, _, number = name.partition(".")
             state = int(number) if number else -1
             if state not in layer.conv_states:
-                yield f"has no {name}"
-                return
+                raise ValueError(f"has no {name}")
             fill = layer.update_conv_state if kind == "conv" else layer.update_recurrent_state
             fill(given.pop(name), state_idx=state)
             layer.has_previous_state[state] = True
     if given:
-        yield f"has {sorted(given)}, which this model does not keep"
+        raise ValueError(f"has {sorted(given)}, which this model does not keep")

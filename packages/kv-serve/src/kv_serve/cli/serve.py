@@ -27,7 +27,7 @@ Serve a model with vLLM's OpenAI-compatible server and a compressed KV cache.
   --documents DIR  files of `kv-serve compress`, which requests that begin with their tokens
                    continue without reading them
   --kv-turns       keep the compressed conversation of a finished request in free memory; the next
-                   turn of the chat goes on from it
+                   turn of the chat continues it
 
 Everything else is an option of `vllm serve`, whose own help follows; --help=all lists them all.
 """

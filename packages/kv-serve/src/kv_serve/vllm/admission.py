@@ -5,42 +5,52 @@ request through it: from its servers on any route, from batch files and from `LL
 there, so two of its methods are patched. At that point vLLM has parsed the request.
 """
 
-import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kv_serve.vllm import names
+from kv_serve.vllm.extending import extend
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.pooling_params import PoolingParams
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.engine.input_processor import InputProcessor
 
 
 def watch() -> None:
     """Patch vLLM's `InputProcessor` with the checks of kv-serve; may be called repeatedly."""
     from vllm.v1.engine.input_processor import InputProcessor
 
-    if InputProcessor.process_inputs.__module__ == __name__:
-        return
-    make, admit = InputProcessor.__init__, InputProcessor.process_inputs
+    extend(InputProcessor, "__init__", _made)
+    extend(InputProcessor, "process_inputs", _admitted)
 
-    @functools.wraps(make, assigned=("__name__", "__qualname__", "__doc__"))
-    def made(self: InputProcessor, vllm_config: "VllmConfig", *more: Any, **options: Any) -> None:
-        check_configuration(vllm_config)
-        make(self, vllm_config, *more, **options)
 
-    @functools.wraps(admit, assigned=("__name__", "__qualname__", "__doc__"))
-    def admitted(
-        self: InputProcessor, request_id: str, prompt: Any, params: Any, *more: Any, **options: Any
-    ) -> Any:
-        check_request(self.vllm_config, params, goes_on=bool(options.get("resumable")))
-        made = admit(self, request_id, prompt, params, *more, **options)
-        check_prefix(self.vllm_config, made)
-        return made
+def _made(
+    make: Callable[..., None],
+    self: "InputProcessor",
+    vllm_config: "VllmConfig",
+    *more: Any,
+    **options: Any,
+) -> None:
+    check_configuration(vllm_config)
+    make(self, vllm_config, *more, **options)
 
-    InputProcessor.__init__ = made
-    InputProcessor.process_inputs = admitted
+
+def _admitted(
+    admit: Callable[..., "EngineCoreRequest"],
+    self: "InputProcessor",
+    request_id: str,
+    prompt: Any,
+    params: Any,
+    *more: Any,
+    **options: Any,
+) -> "EngineCoreRequest":
+    check_request(self.vllm_config, params, goes_on=bool(options.get("resumable")))
+    made = admit(self, request_id, prompt, params, *more, **options)
+    check_prefix(self.vllm_config, made)
+    return made
 
 
 def check_configuration(config: "VllmConfig") -> None:
@@ -108,19 +118,23 @@ def check_prefix(config: "VllmConfig", request: "EngineCoreRequest") -> None:
         return
     from vllm.exceptions import VLLMValidationError
 
-    from kv_serve.vllm.requests import policy_of, requested_prefix, unshared
+    from kv_serve.vllm.requests import TOKENS_ALONE, requested_prefix
 
-    mark, ids = requested_prefix(params.extra_args), request.prompt_token_ids
-    if mark is None:
+    boundary, ids = requested_prefix(params.extra_args), request.prompt_token_ids
+    if boundary is None:
         return
-    caching = bool(config.cache_config.enable_prefix_caching)
-    reason = unshared(policy_of(text), caching=caching)
-    if reason is None and (ids is None or request.mm_features):
-        reason = "needs a prompt of tokens alone, without pictures or embeddings"
-    if reason is None and ids is not None and mark > len(ids):
-        reason = f"is {mark}, but the prompt has {len(ids)} tokens; give at most as many"
-    if reason is not None:
-        raise VLLMValidationError(f"{names.PREFIX} {reason}")
+    if not config.cache_config.enable_prefix_caching:
+        raise VLLMValidationError(
+            f"{names.PREFIX} needs prefix caching, which is disabled in this engine; enable it "
+            "(--enable-prefix-caching), or omit the argument"
+        )
+    if ids is None or request.mm_features:
+        raise VLLMValidationError(f"{names.PREFIX} {TOKENS_ALONE}")
+    if boundary > len(ids):
+        raise VLLMValidationError(
+            f"{names.PREFIX} is {boundary}, but the prompt has {len(ids)} tokens; give at most as "
+            "many"
+        )
 
 
 def _policy_of(config: "VllmConfig") -> str | None:

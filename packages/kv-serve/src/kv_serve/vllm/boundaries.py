@@ -4,9 +4,11 @@ vLLM's scheduler ends a chunk of a prompt early for some layers and drafts, and 
 for the latter. With our connector, that method also asks the connector.
 """
 
-import functools
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING
+
+from kv_serve.vllm.extending import extend
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -31,17 +33,17 @@ def watch() -> None:
     """Make vLLM's scheduler ask our connector for boundaries; may be called repeatedly."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    reserve = Scheduler._reserve_prefill_lookahead
-    if reserve.__module__ == __name__:
-        return
+    extend(Scheduler, "_reserve_prefill_lookahead", _reserved)
 
-    @functools.wraps(reserve, assigned=("__name__", "__qualname__", "__doc__"))
-    def reserved(
-        self: "Scheduler", request: "Request", num_computed_tokens: int, num_new_tokens: int
-    ) -> int:
-        tokens: int = reserve(self, request, num_computed_tokens, num_new_tokens)
-        if isinstance(self.connector, StopsRequests):
-            return self.connector.stop(request, num_computed_tokens, tokens)
-        return tokens
 
-    Scheduler._reserve_prefill_lookahead = reserved
+def _reserved(
+    reserve: Callable[["Scheduler", "Request", int, int], int],
+    self: "Scheduler",
+    request: "Request",
+    num_computed_tokens: int,
+    num_new_tokens: int,
+) -> int:
+    tokens = reserve(self, request, num_computed_tokens, num_new_tokens)
+    if isinstance(self.connector, StopsRequests):
+        return self.connector.stop(request, num_computed_tokens, tokens)
+    return tokens

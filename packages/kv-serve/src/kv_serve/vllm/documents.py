@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kv_policy import KVPolicy
 from kv_runtime import Account, CacheState
@@ -15,7 +15,7 @@ from kv_transformers.fitted import fingerprint_at
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-SUFFIX = ".kv"
+SUFFIX: Final = ".kv"
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,11 @@ step. With our connector, the method that finds these requests calls the connect
 does the rest: it discards their tokens, finishes them with an error and frees their blocks.
 """
 
-import functools
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
+
+from kv_serve.vllm.extending import extend
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -27,17 +28,15 @@ def watch() -> None:
     """Make vLLM's scheduler query our connector for failed requests; may be called repeatedly."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    find = Scheduler._handle_invalid_blocks
-    if find.__module__ == __name__:
-        return
+    extend(Scheduler, "_handle_invalid_blocks", _found)
 
-    @functools.wraps(find, assigned=("__name__", "__qualname__", "__doc__"))
-    def found(
-        self: "Scheduler", invalid_block_ids: set[int], num_scheduled_tokens: dict[str, int]
-    ) -> set[str]:
-        if isinstance(self.connector, EndsRequests):
-            return self.connector.failed(invalid_block_ids)
-        others: set[str] = find(self, invalid_block_ids, num_scheduled_tokens)
-        return others
 
-    Scheduler._handle_invalid_blocks = found
+def _found(
+    find: Callable[["Scheduler", set[int], dict[str, int]], set[str]],
+    self: "Scheduler",
+    invalid_block_ids: set[int],
+    num_scheduled_tokens: dict[str, int],
+) -> set[str]:
+    if isinstance(self.connector, EndsRequests):
+        return self.connector.failed(invalid_block_ids)
+    return find(self, invalid_block_ids, num_scheduled_tokens)

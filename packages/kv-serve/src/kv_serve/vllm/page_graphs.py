@@ -1,6 +1,6 @@
 """CUDA graphs of decode steps under policies with pages."""
 
-import functools
+from collections.abc import Callable
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,6 +14,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from kv_runtime import Layout, captures_pages, fixed_bytes
 from kv_serve.vllm import slots
 from kv_serve.vllm.connector import PageLayer, PagesConnector
+from kv_serve.vllm.extending import extend
 from kv_serve.vllm.shape import attention_layers
 from kv_serve.vllm.spec import PagedSpec
 
@@ -85,17 +86,17 @@ def keep_prompts_out() -> bool:
     known = ["self", "scheduler_output", "dummy_run"]
     if gather is None or [*signature(gather).parameters] != known:
         return False
-    if gather.__module__ == __name__:
-        return True
-
-    @functools.wraps(gather, assigned=("__name__", "__qualname__", "__doc__"))
-    def gathered(
-        self: "GPUModelRunner", scheduler_output: "SchedulerOutput", dummy_run: bool
-    ) -> tuple[Any, int | None]:
-        state, uniform = gather(self, scheduler_output, dummy_run)
-        ours = has_kv_transfer_group() and isinstance(get_kv_transfer_group(), PagesConnector)
-        prompts = ours and state is not None and state.has_prefill
-        return state, None if prompts else uniform
-
-    GPUModelRunner.gather_batch_req_state = gathered
+    extend(GPUModelRunner, "gather_batch_req_state", _gathered)
     return True
+
+
+def _gathered(
+    gather: Callable[["GPUModelRunner", "SchedulerOutput", bool], tuple[Any, int | None]],
+    self: "GPUModelRunner",
+    scheduler_output: "SchedulerOutput",
+    dummy_run: bool,
+) -> tuple[Any, int | None]:
+    state, uniform = gather(self, scheduler_output, dummy_run)
+    ours = has_kv_transfer_group() and isinstance(get_kv_transfer_group(), PagesConnector)
+    prompts = ours and state is not None and state.has_prefill
+    return state, None if prompts else uniform

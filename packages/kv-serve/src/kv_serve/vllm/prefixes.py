@@ -1,12 +1,14 @@
 """Prefixes whose compressed tokens stay in free blocks, for requests that continue them.
 
 A prefix is the state of a request at a boundary, as vLLM keeps states of Mamba layers: after the
-tokens that a client names (`kv_prefix`), or where a request ended, for the next turn of a chat.
+tokens that a client names (`kv_prefix`), where a request ended, for the next turn of a chat, or
+what a file holds.
 """
 
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from hashlib import sha256
 from typing import TYPE_CHECKING, Final
 
@@ -20,14 +22,26 @@ if TYPE_CHECKING:
 
     from vllm.v1.request import Request
 
-_FILE: Final = ""  # in place of the name of a request: the prefix is of a file
+
+class Origin(Enum):
+    """What a prefix is the state of."""
+
+    FILE = auto()
+    NAMED = auto()  # a boundary that a request names
+    TURN = auto()  # the end of a request
+
+
+# Requests that name a boundary continue no turn, so that their answers do not depend on others.
+CONTINUED_BY_NAMED: Final = (Origin.FILE, Origin.NAMED)
+CONTINUED_BY_OTHERS: Final = (Origin.FILE, Origin.TURN)
 
 
 @dataclass(slots=True)
 class Prefix:
-    """A stored prefix; its blocks are free while no request continues it."""
+    """A stored prefix; its blocks are free while no request continues it, unless a file has it."""
 
     number: int
+    origin: Origin
     key: bytes
     tokens: int
     pages: int  # a bound, until workers report them
@@ -35,7 +49,13 @@ class Prefix:
     ready: bool = False  # workers have stored it, or will before a request continues it
     told: bool = False  # workers have reported its pages
     users: set[str] = field(default_factory=set)  # requests that hold pages of it
-    blocks: list[KVCacheBlock] = field(default_factory=list)  # none while there are no users
+    blocks: list[KVCacheBlock] = field(default_factory=list)  # none while it is idle
+    pinned: bool = False  # it is of a file, whose memory is not taken by requests
+
+    @property
+    def idle(self) -> bool:
+        """Whether its memory counts as free."""
+        return not self.users and not self.pinned
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,24 +80,22 @@ class Prefixes:
     free: Callable[[], int]  # free blocks of vLLM's pool
     turns: bool = False  # whether the states of finished requests are stored
     stored: dict[int, Prefix] = field(default_factory=dict)
-    marks: dict[str, int] = field(default_factory=dict)  # boundaries, by request
+    boundaries: dict[str, int] = field(default_factory=dict)  # that requests name
     bases: dict[str, Prefix] = field(default_factory=dict)  # that requests continue, or will
     kept: dict[str, int] = field(default_factory=dict)  # since the last step, by finished request
     dropped: list[int] = field(default_factory=list)  # since the last step
-    _by_key: dict[bytes, Prefix] = field(default_factory=dict)
+    _by_key: dict[tuple[Origin, bytes], Prefix] = field(default_factory=dict)
     _readers: dict[bytes, str] = field(default_factory=dict)  # requests that will store a prefix
-    _keys: dict[str, bytes] = field(default_factory=dict)  # of the marks, by request
+    _keys: dict[str, bytes] = field(default_factory=dict)  # of the boundaries, by request
     _last: int = 0  # number of the newest prefix
-    _loaded: set[int] = field(default_factory=set)  # lengths of prefixes from files
     _hits: int = 0
     _tokens: int = 0
 
-    def welcome(self, request: "Request", mark: int | None, budget: str) -> None:
-        """Note the boundary of a new request."""
-        if mark is not None:
-            name = request.request_id
-            self.marks[name] = mark
-            self._keys[name] = keys_of(request, [mark], budget)[mark]
+    def welcome(self, request: "Request", boundary: int, budget: str) -> None:
+        """Note the boundary that a new request names."""
+        name = request.request_id
+        self.boundaries[name] = boundary
+        self._keys[name] = keys_of(request, [boundary], budget)[boundary]
 
     def load(self, number: int, ids: tuple[int, ...], pages: int) -> None:
         """Add a prefix that workers have loaded from a file; its blocks are in use until `reset`.
@@ -90,23 +108,25 @@ class Prefixes:
         Raises:
             ValueError: there are too few free blocks, or the same tokens were loaded.
         """
-        key = _key(ids, None, None, "")
-        if self.account.blocks(pages) > self.free() or key in self._by_key:
-            raise ValueError(
-                "its tokens are those of another document"
-                if key in self._by_key
-                else f"it takes {self.account.blocks(pages)} blocks, and {self.free()} are free"
-            )
-        prefix = self._made(key, len(ids), pages, 1)  # which the first step reports
+        digest = _begun(None, None, "")
+        digest.update(_bytes(ids))
+        key, blocks, free = digest.digest(), self.account.blocks(pages), self.free()
+        if (Origin.FILE, key) in self._by_key:
+            raise ValueError("its tokens are those of another document")
+        if blocks > free:
+            raise ValueError(f"it takes {blocks} blocks, and {free} are free")
+        prefix = self._made(Origin.FILE, key, len(ids), pages, 1)  # which the first step reports
         assert prefix.number == number, "documents are loaded first, in their order"
-        prefix.ready = True
-        self._use(prefix, _FILE)
-        self._loaded.add(prefix.tokens)
+        prefix.blocks, prefix.ready, prefix.pinned = self.source.allocate(blocks), True, True
 
     @property
     def loaded_blocks(self) -> int:
         """Blocks of prefixes from files."""
-        return sum(len(each.blocks) for each in self.stored.values() if _FILE in each.users)
+        return sum(len(each.blocks) for each in self.stored.values() if each.pinned)
+
+    def pages_of(self, request: str) -> int:
+        """Return the pages of all prefixes that hold pages of a request, at most."""
+        return sum(each.pages for each in self.stored.values() if request in each.users)
 
     def match(self, request: "Request", budget: str) -> int | None:
         """Return the tokens of the longest prefix that a waiting request continues.
@@ -120,22 +140,27 @@ class Prefixes:
         self.bases.pop(name, None)
         if request.skip_reading_prefix_cache:
             return 0
-        mark, most = self.marks.get(name), request.num_tokens - 1
-        lengths = {each.tokens for each in self.stored.values()} if self.turns else self._loaded
-        lengths = lengths | set() if mark is None else {mark}
+        boundary, most = self.boundaries.get(name), request.num_tokens - 1
+        origins = CONTINUED_BY_OTHERS if boundary is None else CONTINUED_BY_NAMED
+        lengths = {each.tokens for each in self.stored.values() if each.origin in origins}
+        if boundary is not None:
+            lengths.add(boundary)
         found = keys_of(request, [each for each in lengths if each <= most], budget)
         for length in sorted(found, reverse=True):
-            prefix = self._by_key.get(found[length])
-            if prefix is not None and prefix.ready:
-                self.bases[name] = prefix
-                return length
-        reader = self._readers.get(self._keys[name]) if name in self._keys else None
-        return None if mark in found and reader not in (None, name) else 0
+            for origin in origins:
+                prefix = self._by_key.get((origin, found[length]))
+                named = origin is not Origin.NAMED or length == boundary
+                if named and prefix is not None and prefix.ready:
+                    self.bases[name] = prefix
+                    return length
+            if length == boundary and self._readers.get(found[length], name) != name:
+                return None
+        return 0
 
     def blocks_of(self, request: str) -> int:
         """Count the blocks that a prefix takes once a request continues it."""
         prefix = self.bases.get(request)
-        return self._count(prefix) if prefix is not None and not prefix.users else 0
+        return self._count(prefix) if prefix is not None and prefix.idle else 0
 
     def began(self, request: str) -> None:
         """Note that a request has blocks: it continues its prefix, or reads all tokens."""
@@ -143,7 +168,9 @@ class Prefixes:
         if prefix is not None:
             self._use(prefix, request)
             self._hits, self._tokens = self._hits + 1, self._tokens + prefix.tokens
-        elif key is not None and key not in self._by_key:
+        if key is None or (Origin.NAMED, key) in self._by_key:
+            return
+        if prefix is None or prefix.tokens < self.boundaries[request]:
             self._readers.setdefault(key, request)
 
     def store(self, request: str, step: int, pages: int) -> int | None:
@@ -157,13 +184,13 @@ class Prefixes:
         Returns:
             The number of the prefix; None: it is stored already, or there are too few free blocks.
         """
-        key, mark = self._keys[request], self.marks[request]
+        key, tokens = self._keys[request], self.boundaries[request]
         if self._readers.get(key) != request:
             return None
         if self.account.blocks(pages) > self.free():
             del self._readers[key]
             return None
-        prefix = self._made(key, mark, pages, step)
+        prefix = self._made(Origin.NAMED, key, tokens, pages, step)
         self._use(prefix, request)
         self.trim()
         return prefix.number
@@ -181,10 +208,11 @@ class Prefixes:
         if tokens > request.num_tokens:
             return
         key = keys_of(request, [tokens], budget)[tokens]
-        if key in self._by_key:
-            self._touch(self._by_key[key])
+        known = self._by_key.get((Origin.TURN, key))
+        if known is not None:
+            self._touch(known)
             return
-        prefix = self._made(key, tokens, pages, step)
+        prefix = self._made(Origin.TURN, key, tokens, pages, step)
         prefix.ready = True  # workers need no memory for it, and store it first in a step
         self.kept[request.request_id] = prefix.number
 
@@ -197,18 +225,17 @@ class Prefixes:
         blocks: list[KVCacheBlock] = []
         for prefix in [each for each in self.stored.values() if request in each.users]:
             prefix.users.discard(request)
-            if prefix.users:
+            if not prefix.idle:
                 continue
-            blocks += self.source.release(prefix.blocks)
-            prefix.blocks = []
+            blocks += self._released(prefix)
             self._touch(prefix)
-            if self._by_key.get(prefix.key) is not prefix:  # forgotten meanwhile
+            if self._by_key.get((prefix.origin, prefix.key)) is not prefix:  # forgotten meanwhile
                 self._drop(prefix)
         return blocks
 
     def finished(self, request: str) -> None:
         """Forget the boundary of a request, which has no blocks or is about to free them."""
-        self.marks.pop(request, None)
+        self.boundaries.pop(request, None)
         self._keys.pop(request, None)
 
     def told(self, pages: Mapping[int, int], step: int) -> list[KVCacheBlock]:
@@ -222,7 +249,7 @@ class Prefixes:
             if held is not None:
                 prefix.pages, prefix.ready, prefix.told = held, True, True
                 self._end_reading(prefix)
-                if prefix.users:
+                if not prefix.idle:
                     count = self._count(prefix)
                     missing = max(0, count - len(prefix.blocks))
                     prefix.blocks += self.source.allocate(min(missing, self.free()))
@@ -230,15 +257,13 @@ class Prefixes:
                     del prefix.blocks[count:]
             elif prefix.step <= step:
                 self._end_reading(prefix)
-                self._by_key.pop(prefix.key, None)
-                surplus += self.source.release(prefix.blocks)
-                prefix.blocks, prefix.users = [], set()
+                surplus += self._released(prefix)
                 self._drop(prefix)
         return surplus
 
     def trim(self) -> None:
         """Drop the least recently used prefixes for which there are no free blocks any more."""
-        idle = [each for each in self.stored.values() if not each.users]
+        idle = [each for each in self.stored.values() if each.idle]
         total, free = sum(map(self._count, idle)), self.free()
         for prefix in idle:
             if total <= free:
@@ -250,12 +275,10 @@ class Prefixes:
         """Drop all prefixes, those in use once their requests have ended; return free blocks."""
         blocks: list[KVCacheBlock] = []
         self._by_key.clear()
-        self._loaded = set()
         for prefix in list(self.stored.values()):
-            prefix.users.discard(_FILE)
-            if not prefix.users:
-                blocks += self.source.release(prefix.blocks)
-                prefix.blocks = []
+            prefix.pinned = False
+            if prefix.idle:
+                blocks += self._released(prefix)
                 self._drop(prefix)
         return blocks
 
@@ -271,14 +294,19 @@ class Prefixes:
         self._hits = self._tokens = 0
         return found
 
-    def _made(self, key: bytes, tokens: int, pages: int, step: int) -> Prefix:
+    def _made(self, origin: Origin, key: bytes, tokens: int, pages: int, step: int) -> Prefix:
         self._last += 1
-        made = Prefix(self._last, key, tokens, pages, step)
-        self.stored[made.number] = self._by_key[key] = made
+        made = Prefix(self._last, origin, key, tokens, pages, step)
+        self.stored[made.number] = self._by_key[origin, key] = made
         return made
 
+    def _released(self, prefix: Prefix) -> list[KVCacheBlock]:
+        """Take the blocks of a prefix; return those to be freed in vLLM's pool."""
+        blocks, prefix.blocks = prefix.blocks, []
+        return self.source.release(blocks)
+
     def _use(self, prefix: Prefix, request: str) -> None:
-        if not prefix.users:
+        if prefix.idle:
             prefix.blocks = self.source.allocate(self._count(prefix))
         prefix.users.add(request)
         self._touch(prefix)
@@ -288,12 +316,13 @@ class Prefixes:
 
     def _drop(self, prefix: Prefix) -> None:
         del self.stored[prefix.number]
-        if self._by_key.get(prefix.key) is prefix:
-            del self._by_key[prefix.key]
+        if self._by_key.get((prefix.origin, prefix.key)) is prefix:
+            del self._by_key[prefix.origin, prefix.key]
         self.dropped.append(prefix.number)
 
     def _end_reading(self, prefix: Prefix) -> None:
-        self._readers.pop(prefix.key, None)
+        if prefix.origin is Origin.NAMED:
+            self._readers.pop(prefix.key, None)
 
     def _count(self, prefix: Prefix) -> int:
         return self.account.blocks(prefix.pages)
@@ -313,17 +342,16 @@ def keys_of(request: "Request", lengths: Iterable[int], budget: str) -> dict[int
     digest = _begun(lora, request.cache_salt, budget)
     found, begin, ids = {}, 0, request.all_token_ids
     for length in sorted({*lengths}):
-        digest.update(array("q", ids[begin:length]).tobytes())
+        digest.update(_bytes(ids[begin:length]))
         found[length], begin = digest.digest(), length
     return found
 
 
-def _key(ids: Sequence[int], lora: str | None, salt: str | None, budget: str) -> bytes:
-    digest = _begun(lora, salt, budget)
-    digest.update(array("q", ids).tobytes())
-    return digest.digest()
-
-
 def _begun(lora: str | None, salt: str | None, budget: str) -> "Hash":
+    """Return the hash of no token; more tokens are added by `update`."""
     of = repr((lora, salt, budget)).encode()
     return sha256(sha256(of).digest())
+
+
+def _bytes(ids: Sequence[int]) -> bytes:
+    return array("q", ids).tobytes()

@@ -11,6 +11,8 @@ from kv_serve.vllm.nearest import strangers
 
 KEY: Final = "kv_budget"  # the budget in a request's extra arguments
 NAMES: Final = (KEY, names.PREFIX)  # that a request may set
+# Why a request may not name a boundary.
+TOKENS_ALONE: Final = "needs a prompt of tokens alone, without pictures or embeddings"
 _TRANSFER: Final = "kv_transfer_params"  # vLLM's own, for connectors that transfer keys and values
 
 
@@ -93,21 +95,6 @@ def requested_prefix(extra_args: Mapping[str, object] | None) -> int | None:
     return given
 
 
-def unshared(policy: KVPolicy, *, caching: bool) -> str | None:
-    """Return why requests of an engine share no prefix; None: they do.
-
-    Args:
-        policy: the engine's.
-        caching: whether prefix caching is enabled.
-    """
-    if caching:
-        return None
-    return (
-        f"needs prefix caching, which is disabled in this engine under {policy}; enable it "
-        "(--enable-prefix-caching), or omit the argument"
-    )
-
-
 def check_pooling(extra_kwargs: Mapping[str, object]) -> None:
     """Raise if a request that generates nothing has extra arguments of kv-serve.
 
@@ -115,7 +102,7 @@ def check_pooling(extra_kwargs: Mapping[str, object]) -> None:
         ValueError: one was meant for kv-serve.
     """
     check_names(extra_kwargs)
-    for name in (KEY, names.PREFIX):
+    for name in NAMES:
         if name in extra_kwargs:
             raise ValueError(
                 f"{name} applies to requests that generate tokens; omit it from this one"

@@ -8,13 +8,13 @@ from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
 from kv_policy import Budget, KVPolicy, complete
-from kv_runtime import Measured, RequestStep, budget_tokens, chunk_budget, kept_tokens, lends
+from kv_runtime import Measured, RequestStep, appends_only, budget_tokens, chunk_budget, kept_tokens
 from kv_serve.vllm.config import UnservableError
 from kv_serve.vllm.documents import LoadedDocument
 from kv_serve.vllm.messages import StepMetadata, WorkerReport
-from kv_serve.vllm.names import PREFIX, TURNS
+from kv_serve.vllm.names import PREFIX
 from kv_serve.vllm.prefixes import Prefixes, has_other_inputs
-from kv_serve.vllm.requests import requested_budget, requested_prefix
+from kv_serve.vllm.requests import TOKENS_ALONE, requested_budget, requested_prefix
 from kv_serve.vllm.spec import PagedManager
 
 if TYPE_CHECKING:
@@ -76,11 +76,6 @@ class SchedulerState:
         manager, *followers = [each for each in every if isinstance(each, PagedManager)]
         kept = len(followers) + 1 < len(every)
         assert kept == manager.kv_cache_spec.kept, "blocks are sized for all layers"
-        if turns and kept:
-            raise UnservableError(
-                f"{TURNS} is true, but layers of this model have a window or state of their own, "
-                "which is not stored with a conversation; omit the setting"
-            )
         if kept and managers.enable_caching:
             raise UnservableError(
                 "prefix caching is enabled, but prefixes would be found in layers that vLLM keeps "
@@ -88,7 +83,7 @@ class SchedulerState:
             )
         manager.lead(followers)
         if managers.enable_caching:
-            manager.store_prefixes(turns=turns, lends=lends(policy, read=False))
+            manager.store_prefixes(turns=turns, appends_only=appends_only(policy, planned=False))
         for document in loaded:
             manager.load(document)
         manager.expect_room(longest, chunk_budget(policy), others)
@@ -119,33 +114,34 @@ class SchedulerState:
         self.requests[name], kept = request, chunk_budget(self.policy)
         given = None if params is None else params.extra_args
         try:
-            budget, mark = requested_budget(self.policy, given), requested_prefix(given)
+            budget, boundary = requested_budget(self.policy, given), requested_prefix(given)
             if budget is not None:
                 own = chunk_budget(self.policy, budget)
                 if own is not None:  # it may keep too much for this engine, and wait forever
                     most = request.num_tokens + request.max_tokens
                     self.manager.expect_room(min(most, self.longest), own, self.others)
                 self.budgets[name], kept = budget, own
-            if mark is not None and has_other_inputs(request):
-                raise ValueError(f"{PREFIX} needs a prompt of tokens alone")
-            if mark is not None:
-                self._prefixes(PREFIX).welcome(request, mark, self._budget_of(name))
+            if boundary is not None:
+                self._prefixes_for(request).welcome(request, boundary, self._budget_of(name))
         except ValueError as error:
             self._refuse(name, str(error))
         self.manager.kept[name] = kept
 
-    def _prefixes(self, name: str) -> Prefixes:
-        """Return the stored prefixes.
+    def _prefixes_for(self, request: "Request") -> Prefixes:
+        """Return the stored prefixes, for a request that names a boundary.
 
         Raises:
-            ValueError: this engine stores none.
+            ValueError: this engine stores none, or tokens do not tell all of the request's input.
         """
-        if self.manager.prefixes is not None:
-            return self.manager.prefixes
-        raise ValueError(
-            f"{name} needs prefixes that are stored, and this engine stores none: prefix caching "
-            "is disabled, or its model has layers with windows or states of their own; omit it"
-        )
+        if self.manager.prefixes is None:
+            raise ValueError(
+                f"{PREFIX} needs prefixes that are stored, and this engine stores none: prefix "
+                "caching is disabled, or its model has layers with windows or states of their own; "
+                "omit it"
+            )
+        if has_other_inputs(request):
+            raise ValueError(f"{PREFIX} {TOKENS_ALONE}")
+        return self.manager.prefixes
 
     def _budget_of(self, request: str) -> str:
         budget = self.budgets.get(request)
@@ -161,10 +157,10 @@ class SchedulerState:
     def stop(self, request: str, computed: int, tokens: int) -> int:
         """Return how many tokens of a request's next `tokens` are before its boundary."""
         prefixes = self.manager.prefixes
-        mark = None if prefixes is None else prefixes.marks.get(request)
-        if mark is None or not computed < mark < computed + tokens:
+        boundary = None if prefixes is None else prefixes.boundaries.get(request)
+        if boundary is None or not computed < boundary < computed + tokens:
             return tokens
-        return mark - computed
+        return boundary - computed
 
     def keep(self, request: "Request") -> None:
         """Store the state of a finished request for the next turn of its chat."""
@@ -249,7 +245,7 @@ class SchedulerState:
         prefixes, base, boundary, keep = self.manager.prefixes, None, None, None
         begins = request in self.manager.fresh or computed == 0
         if prefixes is not None:
-            found, boundary = prefixes.bases.get(request), prefixes.marks.get(request)
+            found, boundary = prefixes.bases.get(request), prefixes.boundaries.get(request)
             if begins and found is not None and found.tokens == computed:
                 base = found.number
             if boundary is not None and computed + tokens == boundary:

@@ -15,7 +15,7 @@ from kv_serve.vllm.attach import attach
 from kv_serve.vllm.block_source import BlockSource, OwnPool, SharedPool
 from kv_serve.vllm.config import UnservableError, served_policy
 from kv_serve.vllm.documents import LoadedDocument
-from kv_serve.vllm.names import TURNS
+from kv_serve.vllm.names import DOCUMENTS, TURNS
 from kv_serve.vllm.prefixes import Prefixes
 
 
@@ -47,7 +47,8 @@ class PagedSpec(FullAttentionSpec):
         """
         register()
         attach(vllm_config)
-        if self.kept and not vllm_config.additional_config.get(TURNS):  # which is refused
+        if self.kept:
+            _refuse_prefixes(vllm_config)
             vllm_config.cache_config.enable_prefix_caching = False
         longest, policy = vllm_config.model_config.max_model_len, served_policy(vllm_config)
         pages = request_pages(policy, self.account, longest)
@@ -98,7 +99,7 @@ class PagedManager(FullAttentionManager):
         self.prompts: dict[str, int] = {}  # tokens before the first generated one
         self.fresh: set[str] = set()  # requests that have blocks since the last step
         self.prefixes: Prefixes | None = None  # None: none are stored beside kept layers
-        self.lends = False  # whether requests leave the pages of their prefix as they are
+        self.appends_only = False  # whether requests only append to what their prefix holds
 
     def lead(self, others: Sequence["PagedManager"]) -> None:
         """Allocate for all groups of our layers; called once, before the first request.
@@ -111,17 +112,17 @@ class PagedManager(FullAttentionManager):
         if self.kv_cache_spec.kept:
             self.source = SharedPool(self.block_pool)
 
-    def store_prefixes(self, *, turns: bool, lends: bool) -> None:
+    def store_prefixes(self, *, turns: bool, appends_only: bool) -> None:
         """Store prefixes in free blocks, unless blocks are of other layers, too.
 
         Args:
             turns: whether the states of finished requests are stored.
-            lends: whether requests leave the pages of the prefix they continue as they are.
+            appends_only: whether requests only append to the pages of the prefix they continue.
         """
         if self.kv_cache_spec.kept:
             return
         pool = self.block_pool
-        self.lends = lends
+        self.appends_only = appends_only
         self.prefixes = Prefixes(self.account, self.source, pool.get_num_free_blocks, turns)
         reset = pool.reset_prefix_cache
 
@@ -135,14 +136,11 @@ class PagedManager(FullAttentionManager):
         """Take blocks for a document that workers have loaded.
 
         Raises:
-            UnservableError: there are too few, or none can be stored in this engine.
+            UnservableError: there are too few.
         """
+        assert self.prefixes is not None, "documents are refused without prefix caching"
+        pages = document.most_pages(self.account)
         try:
-            if self.prefixes is None:
-                raise ValueError(
-                    "prefix caching is disabled, or layers have windows or states of their own"
-                )
-            pages = document.most_pages(self.account)
             self.prefixes.load(document.number, document.ids, pages)
         except ValueError as error:
             raise UnservableError(f"{document.path} cannot be served: {error}") from error
@@ -153,13 +151,12 @@ class PagedManager(FullAttentionManager):
             self.block_pool.free_blocks(reversed(self.prefixes.reset()))
 
     def most_pages(self, request_id: str, tokens: int) -> int:
-        """Return the most pages of a request after `tokens` tokens, with those of its prefix."""
+        """Return the most pages of a request after `tokens` tokens, with those of prefixes."""
         owned, most = self._owned[request_id], self.account.pages(tokens)
         if owned.told is None:
             return most
         held, computed = owned.told
-        base = None if self.prefixes is None else self.prefixes.bases.get(request_id)
-        shared = 0 if base is None else base.pages
+        shared = 0 if self.prefixes is None else self.prefixes.pages_of(request_id)
         return min(most, self.account.later(held + shared, max(0, tokens - computed)))
 
     def expect_room(self, longest: int, kept: int | None, others: int = 0) -> None:
@@ -227,9 +224,9 @@ class PagedManager(FullAttentionManager):
         return max(0, wanted - len(owned.blocks))
 
     def _base(self, request_id: str) -> int | None:
-        """Return the tokens of a request's prefix, if it leaves the pages of it as they are."""
+        """Return the tokens of a request's prefix, if it only appends to the pages of it."""
         base = None if self.prefixes is None else self.prefixes.bases.get(request_id)
-        return base.tokens if base is not None and self.lends else None
+        return base.tokens if base is not None and self.appends_only else None
 
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, *more: Any, **options: Any
@@ -325,6 +322,19 @@ class PagedManager(FullAttentionManager):
         surplus = self.prefixes.told(pages, step)
         self.block_pool.free_blocks(reversed(surplus))
         return len(surplus)
+
+
+def _refuse_prefixes(config: VllmConfig) -> None:
+    """Raise if prefixes are to be stored beside layers that vLLM keeps.
+
+    Raises:
+        UnservableError: a setting asks for it.
+    """
+    for name in (each for each in (TURNS, DOCUMENTS) if config.additional_config.get(each)):
+        raise UnservableError(
+            f"{name} is given, but layers of this model have a window or state of their own, which "
+            "is not stored with a prefix; omit the setting"
+        )
 
 
 def register() -> None:

@@ -1,0 +1,25 @@
+"""Extend methods of vLLM's classes where vLLM has no hook."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+
+def extend(owner: type, name: str, function: Callable[..., Any]) -> None:
+    """Let a function be called in place of a method; may be called repeatedly.
+
+    Args:
+        owner: the class.
+        name: of the method.
+        function: takes the method and then its arguments. Of each module, at most one extends it.
+    """
+    method = getattr(owner, name)
+    if method.__module__ == function.__module__:
+        return
+
+    @functools.wraps(method)
+    def extended(*given: Any, **options: Any) -> Any:
+        return function(method, *given, **options)
+
+    extended.__module__ = function.__module__
+    setattr(owner, name, extended)
