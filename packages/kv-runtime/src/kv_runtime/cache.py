@@ -32,6 +32,7 @@ from kv_runtime.batch import Batch, rolls_back
 from kv_runtime.copies import to_device
 from kv_runtime.expanded import Expanded, attended_by_head, observes_tail
 from kv_runtime.forward_pass import Forward, Pass
+from kv_runtime.joined import joined
 from kv_runtime.layout import Layout
 from kv_runtime.memory import MemoryReport
 from kv_runtime.replay import ReplayChunk, Rereading, WaitingPrompts
@@ -731,22 +732,24 @@ class PolicyCache:
             plans = self._keeper.plans() if isinstance(self._keeper, KeepSelected) else None
             return CacheState(facts, tensors_of(self.batch, plans))
 
-    def restore(self, state: CacheState) -> None:
+    def restore(self, state: CacheState, *more: CacheState) -> None:
         """Continue from the state of another cache of this policy and shape, and of this basis.
 
         Page size, pool and device may differ, and the pool may be shared. The state may be from an
-        untrusted file.
+        untrusted file. Of several, the tokens follow each other as in `joined.joined`.
 
         Raises:
-            ValueError: the cache holds tokens, or the state is of another policy, shape or basis;
-                nothing has changed.
-            DamagedStateError: the state contradicts itself; nothing has changed.
+            ValueError: the cache holds tokens, or a state is of another policy, shape or basis, or
+                the policy does not allow several; nothing has changed.
+            DamagedStateError: a state contradicts itself; nothing has changed.
             kv_paging.PoolExhausted: a fixed pool is too small; nothing has changed.
         """
         if self.batch is not None:
             raise ValueError("a state is restored in an empty cache; create a new one, or reset it")
-        expect_facts(self.policy, self.layout, self.bases, state.facts)
-        expect_state(self.layout, state)
+        for each in (state, *more):
+            expect_facts(self.policy, self.layout, self.bases, each.facts)
+            expect_state(self.layout, each)
+        state = joined(self.layout, self.selector, (state, *more))
         sequences = state.facts.sequences
         plans = plans_of(self.layout, self.selector, state)
         try:

@@ -427,7 +427,7 @@ class CompressedCache(AttendingCache):
     def load(
         cls,
         model: PreTrainedModel,
-        path: str | Path,
+        path: str | Path | Sequence[str | Path],
         *,
         policy: KVPolicy | str | None = None,
         ids: Int[Tensor, "B L"] | None = None,
@@ -441,11 +441,17 @@ class CompressedCache(AttendingCache):
         The next pass computes what it would have with the saved cache: bit for bit with the same
         page size, backend and device. The attribute `document` has the ids of the file.
 
+        Several files give a cache with their tokens one after another. Each document stays as it
+        was compressed, with keys rotated by the positions of its own prompt, and does not attend
+        to those before it; what follows attends to all (parallel context windows, Ratner et al.,
+        2023, arXiv:2212.10947). Raw windows, block formats, sums of attention over a sequence and
+        thresholds of tiers are of one prompt, so policies with them are refused.
+
         Args:
             model: the model of the saved cache, loaded from the same files.
-            path: the file.
-            policy: the policy that the file must have; None: any.
-            ids: token ids that must begin with those of the file; None: they are not compared.
+            path: the file, or several in the order of their tokens.
+            policy: the policy that the files must have; None: any, the same in all.
+            ids: token ids that must begin with those of the files; None: they are not compared.
             pages: as for a new cache.
             page_tokens: as for a new cache.
             backend: as for a new cache.
@@ -454,32 +460,38 @@ class CompressedCache(AttendingCache):
         Raises:
             FileNotFoundError: the file does not exist.
             ValueError: the file is damaged, cut, of a newer format or no document; it is of another
-                model, policy or calibration, or of other ids; or as for a new cache.
+                model, policy or calibration, or of other ids; several files cannot follow each
+                other; or as for a new cache.
             kv_paging.PoolExhausted: `pages` are too few.
         """
-        path = Path(path)
-        facts, found, state = document.load(path, model)
+        paths = [Path(path)] if isinstance(path, str | Path) else [Path(each) for each in path]
+        if not paths:
+            raise ValueError("no file was given; name one, or several in the order of their tokens")
+        named = ", ".join(map(str, paths))
+        read = [document.load(each, model) for each in paths]
+        policy = document.expect_policies(paths, [facts for facts, _, _ in read], policy)
+        found = document.one_after_another([each for _, each, _ in read])
         if ids is not None:
             found.expect(ids)
         cache = cls(
             model,
-            document.expect_policy(path, facts, policy),
+            policy,
             pages=pages,
             page_tokens=page_tokens,
             backend=backend,
             tokenizer=tokenizer,
         )
         try:
-            cache.runtime.restore(state)
+            cache.runtime.restore(*[state for _, _, state in read])
         except DamagedStateError as error:
-            raise document.damaged(path, error) from None
+            raise document.damaged(named, error) from None
         except ValueError as error:
-            raise ValueError(f"{path} cannot be used here: {error}") from None
+            raise ValueError(f"{named} cannot be used here: {error}") from None
         try:
             with torch.inference_mode(False), torch.no_grad():
                 restore_own([*cache.own_layers], found.own, found.held, model.device)
         except ValueError as error:
-            raise document.damaged(path, error) from None
+            raise document.damaged(named, error) from None
         cache.document = found
         cache._masks = replace(cache._masks, masked=not bool(found.held.all()))
         return cache

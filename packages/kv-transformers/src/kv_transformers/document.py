@@ -6,7 +6,7 @@ with any page size, on any device. Checksums cover every byte; still, everything
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -98,6 +98,44 @@ class Document:
                 "the ids given are not those of the document, whose hash differs; give the ids it "
                 "was compressed with, or compress this text"
             )
+
+
+def one_after_another(documents: Sequence[Document]) -> Document:
+    """Return the document that a cache holds after several were loaded into it, in order.
+
+    Private ids make those of the whole private; they cannot be compared any more.
+
+    Raises:
+        ValueError: some begin a chat and others do not, they differ in sequences, or a layer of the
+            model keeps keys or states of its own, which are of one prompt.
+    """
+    first, *more = documents
+    if not more:
+        return first
+    if any(each.own for each in documents):
+        raise ValueError(
+            "documents cannot follow each other in this model: layers that transformers caches, "
+            "such as sliding windows and linear attention, hold the end of one prompt; compress "
+            "the documents as one text"
+        )
+    if any(each.chat != first.chat for each in more):
+        raise ValueError(
+            "some of the documents were compressed as the begin of a chat and others were not; "
+            "compress all with the same choice of --raw"
+        )
+    rows = [len(each.held) for each in documents]
+    if len(set(rows)) > 1:
+        raise ValueError(
+            f"documents of {rows} sequences cannot follow each other; compress batches of equal "
+            "size"
+        )
+    ids = [each.ids for each in documents if each.ids is not None]
+    return Document(
+        torch.cat([each.held for each in documents], 1),
+        torch.cat(ids, 1) if len(ids) == len(documents) else None,
+        None,
+        first.chat,
+    )
 
 
 def digest_of(ids: Int[Tensor, "B T"], held: Bool[Tensor, "B T"]) -> str:
@@ -195,8 +233,8 @@ def _decoded(path: Path, text: str) -> Facts:
         raise damaged(path, ValueError(f"its header is invalid: {error}")) from None
 
 
-def damaged(path: Path, error: ValueError) -> ValueError:
-    """Return the error of a file whose state contradicts itself."""
+def damaged(path: Path | str, error: ValueError) -> ValueError:
+    """Return the error of a file, or of several named, whose state contradicts itself."""
     return ValueError(f"{path} is damaged: {error}; {_AGAIN}")
 
 
@@ -219,6 +257,24 @@ def expect_policy(path: Path, facts: Facts, policy: KVPolicy | str | None) -> KV
             "compress the document under that one"
         )
     return given
+
+
+def expect_policies(
+    paths: Sequence[Path], facts: Sequence[Facts], policy: KVPolicy | str | None
+) -> KVPolicy:
+    """Return the policy of files that follow each other, or the given one, if it is that.
+
+    Raises:
+        ValueError: as `expect_policy`, or the files are under different policies.
+    """
+    found = expect_policy(paths[0], facts[0], policy)
+    for path, each in zip(paths[1:], facts[1:], strict=True):
+        if each.cache.policy != facts[0].cache.policy:
+            raise ValueError(
+                f"{path} is under the policy {each.cache.policy[:200]}, but {paths[0]} is under "
+                f"{found}; compress documents that follow each other under one policy"
+            )
+    return found
 
 
 def _document(path: Path, facts: Facts, tensors: dict[str, Tensor]) -> Document:

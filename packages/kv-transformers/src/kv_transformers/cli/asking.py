@@ -1,5 +1,6 @@
-"""The document of `kv-serve generate --document`: its cache, and the tokens of a question."""
+"""The documents of `kv-serve generate --document`: their cache, and the tokens of a question."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,16 +14,19 @@ if TYPE_CHECKING:
     from kv_transformers.models import LoadedModel
 
 
-def policy_of(document: Path, policy: str | None) -> str:
-    """Return the policy of a document; exit with an error if it is not the given one."""
-    from kv_transformers.document import expect_policy, read_facts
+def policy_of(documents: Sequence[Path], policy: str | None) -> str:
+    """Return the policy of documents; exit with an error if it is not the given one."""
+    from kv_transformers.document import expect_policies, read_facts
 
     with refusing(ValueError, FileNotFoundError):
-        return str(expect_policy(document, read_facts(document), policy))
+        facts = [read_facts(document) for document in documents]
+        return str(expect_policies(documents, facts, policy))
 
 
-def open_document(document: Path, loaded: "LoadedModel", backend: str) -> "CompressedCache":
-    """Load the cache of a document; exit with an error if it has several sequences.
+def open_documents(
+    documents: Sequence[Path], loaded: "LoadedModel", backend: str
+) -> "CompressedCache":
+    """Load documents, one after another; exit with an error if they have several sequences.
 
     Raises:
         ValueError: as `CompressedCache.load`.
@@ -30,17 +34,19 @@ def open_document(document: Path, loaded: "LoadedModel", backend: str) -> "Compr
     from kv_transformers.cache import CompressedCache
 
     cache = CompressedCache.load(
-        loaded.model, document, backend=backend, tokenizer=loaded.tokenizer
+        loaded.model, documents, backend=backend, tokenizer=loaded.tokenizer
     )
     if cache.batch_size != 1:
-        refuse(f"{document} has {cache.batch_size} sequences; --document needs one of one sequence")
+        refuse(
+            f"{documents[0]} has {cache.batch_size} sequences; --document needs one of one sequence"
+        )
     return cache
 
 
 def question(
     loaded: "LoadedModel", cache: "CompressedCache", text: str, *, raw: bool
 ) -> "tuple[Tensor, Tensor]":
-    """Return the token ids of a document with a question after it, and their mask.
+    """Return the token ids of what was loaded with a question after it, and their mask.
 
     Private ids are those of padding: the model reads the ids of the question alone.
     """

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from kv_transformers.cache_argument import passing
-from kv_transformers.cli.asking import open_document, policy_of, question
+from kv_transformers.cli.asking import open_documents, policy_of, question
 from kv_transformers.cli.console import refuse, refusing, remark
 from kv_transformers.cli.options import (
     BackendOption,
@@ -49,8 +49,11 @@ def generate(
         ),
     ] = None,
     document: Annotated[
-        Path | None,
-        typer.Option(help="A file of `kv-serve compress`; the prompt follows its text."),
+        list[Path] | None,
+        typer.Option(
+            help="A file of `kv-serve compress`; the prompt follows its text. Several are one "
+            "after another, in the order given."
+        ),
     ] = None,
     prompt_file: Annotated[
         Path | None,
@@ -75,25 +78,25 @@ def generate(
     text = _prompt(prompt, prompt_file)
     from kv_transformers.from_text import FULL, folded, read_spec
 
-    if document is not None and policy == FULL:
+    if document and policy == FULL:
         refuse(f"--document is under a policy, and `{FULL}` is none; omit --policy")
     with reading_policy(model):
-        spec = read_spec(policy or DEFAULT) if document is None else policy_of(document, policy)
+        spec = policy_of(document, policy) if document else read_spec(policy or DEFAULT)
     expect_backend(backend)
     loaded = load_model(model, dtype, device)
     make, served = caches_by(loaded, backend)
-    if document is None:
+    if not document:
         tokens = _tokens(loaded, text, raw=raw)
         mask = tokens.new_ones(tokens.shape)
     with ExitStack() as stack:
         cache: "Cache"
         with refusing(ValueError):
             reason = stack.enter_context(folded(loaded.model, spec))
-            if document is None:
-                cache = make(loaded.model, spec)
-            else:
-                cache = opened = open_document(document, loaded, served.backend)
+            if document:
+                cache = opened = open_documents(document, loaded, served.backend)
                 tokens, mask = question(loaded, opened, text, raw=raw)
+            else:
+                cache = make(loaded.model, spec)
         _check_length(loaded, tokens.shape[1], max_new_tokens)
         if reason is not None:
             remark(f"The basis is not folded into the model: {reason}")
