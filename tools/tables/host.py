@@ -133,8 +133,21 @@ def documents(result: Row, said: Said) -> Iterator[str]:
     yield from markdown.by_policy(result, said, cells)
 
 
+def documents_joined(result: Row, said: Said) -> Iterator[str]:
+    """Yield the figures, and the shares found of each policy with the number in either document."""
+    share = "{{{0}:.3f}} ({{{0}_interval[0]:.3f}} to {{{0}_interval[1]:.3f}})"
+    cells = {
+        "number in the": "{number_in}",
+        "one after another": share.format("joined"),
+        "one text": share.format("one_text"),
+        "change": "{change[0]:+.3f} to {change[1]:+.3f}",
+    }
+    yield from markdown.by_policy(result, said, cells)
+
+
 WRITERS: Final = {
     "documents": documents,
+    "documents_joined": documents_joined,
     "foundation": only_figures,
     "gpu": only_figures,
     "gpu_static": gpu_static,
