@@ -60,8 +60,15 @@ FEATURES: Final = (
         note="the draft model is under the policy too",
     ),
     Feature(
+        "speculative decoding, heads of the model",
+        "`--speculative-config.method eagle`, `eagle3`, `mtp`",
+        slots=True,
+        pages=False,
+        note="their layers are under the policy too",
+    ),
+    Feature(
         "speculative decoding, others",
-        "EAGLE, MTP, Medusa, suffix",
+        "Medusa, suffix, parallel drafts",
         slots=False,
         pages=False,
     ),

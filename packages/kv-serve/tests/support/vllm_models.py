@@ -65,6 +65,68 @@ def write_weights(
     made.save_pretrained(folder)
 
 
+def write_eagle(model: Path, folder: Path) -> None:
+    """Write an EAGLE head for a tiny model: its first layer, on the embedding of the new token."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM
+
+    made = AutoModelForCausalLM.from_pretrained(model)
+    layer = made.model.layers[0].state_dict()
+    found = {f"layers.0.{name}": x.clone() for name, x in layer.items()}
+    del found["layers.0.input_layernorm.weight"]  # EAGLE has none
+    eye = torch.eye(made.config.hidden_size)
+    found["fc.weight"] = torch.cat((eye, torch.zeros_like(eye)), 1)  # the hidden state is left out
+    save_file(found, folder / "model.safetensors")
+    write_config(folder, num_hidden_layers=1, torch_dtype="float32")
+
+
+def write_eagle3(model: Path, folder: Path) -> None:
+    """Write an EAGLE-3 head for a tiny model: its first layer, after what that layer returned."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM
+
+    made = AutoModelForCausalLM.from_pretrained(model)
+    layer = made.model.layers[0].state_dict()
+    found = {f"midlayer.{name}": x.clone() for name, x in layer.items()}
+    for each in ("q", "k", "v"):  # of the new token's embedding, and of the hidden state
+        name = f"midlayer.self_attn.{each}_proj.weight"
+        found[name] = torch.cat((found[name], torch.zeros_like(found[name])), 1)
+    size = made.config.hidden_size
+    found["midlayer.hidden_norm.weight"] = torch.ones(size)
+    found["norm.weight"] = torch.ones(size)
+    found["fc.weight"] = torch.cat((torch.zeros(size, size), torch.eye(size)), 1)
+    found["lm_head.weight"] = made.lm_head.weight.detach().clone()
+    save_file(found, folder / "model.safetensors")
+    read = {"eagle_aux_hidden_state_layer_ids": [0, 1]}  # what enters both layers of the model
+    more = {"torch_dtype": "float32", "tie_word_embeddings": False, "eagle_config": read}
+    write_config(folder, num_hidden_layers=1, **more)
+
+
+def write_next_token_heads(folder: Path) -> None:
+    """Write a tiny GLM-4.5 with float32 weights, whose last layer predicts one token more (MTP)."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}
+    groups = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+    sizes = {"moe_intermediate_size": 64, "tie_word_embeddings": False}
+    more = experts | groups | sizes | {"num_nextn_predict_layers": 1}
+    write_weights(folder, "Glm4MoeForCausalLM", "glm4_moe", **more)
+    found = load_file(folder / "model.safetensors")
+    here, there = "model.layers.1.", "model.layers.2."
+    again = {name.replace(here, there): x.clone() for name, x in found.items() if here in name}
+    size = TINY["hidden_size"]
+    eye, one = torch.eye(size), torch.ones(size)
+    again[f"{there}eh_proj.weight"] = torch.cat((eye, 0.5 * eye), 1)
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        again[f"{there}{name}.weight"] = one.clone()
+    again[f"{there}shared_head.head.weight"] = found["lm_head.weight"].clone()
+    again[f"{there}embed_tokens.weight"] = found["model.embed_tokens.weight"].clone()
+    save_file(found | again, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def write_tokenizer(folder: Path) -> None:
     """Write a tokenizer whose tokens are single bytes, but for the first and last of a sequence."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers

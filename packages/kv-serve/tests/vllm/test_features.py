@@ -225,6 +225,10 @@ ENGINES: dict[str, tuple[dict[str, Any], Callable[["VllmConfig"], None] | None]]
     "context parallelism": ({}, changed("parallel_config", "decode_context_parallel_size", 2)),
     "speculative decoding, n-gram": ({"speculative_config": ngram()}, None),
     "speculative decoding, draft model": ({"speculative_config": "draft"}, None),
+    "speculative decoding, heads of the model": (
+        {"speculative_config": ngram()},
+        changed("speculative_config", "method", "eagle"),
+    ),
     "speculative decoding, others": (
         {"speculative_config": ngram()},
         changed("speculative_config", "method", "suffix"),

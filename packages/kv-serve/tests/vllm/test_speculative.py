@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from vllm_models import write_weights
+from vllm_models import write_eagle, write_eagle3, write_next_token_heads, write_weights
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -128,3 +128,41 @@ def test_a_policy_in_pages_is_refused(start_tiny: Start) -> None:
         start_tiny("kv-compress:rate=2+k8v4", speculative_config=NGRAM),
     ):
         pass
+
+
+@pytest.mark.parametrize("method", ["eagle", pytest.param("eagle3", marks=pytest.mark.slow)])
+def test_an_eagle_head_changes_nothing(
+    start_tiny: Start,
+    told: Callable[["LLM"], Answers],
+    without: Callable[[str], Answers],
+    weights: str,
+    tmp_path: Path,
+    method: str,
+) -> None:
+    """Its layer reads hidden states of the model, and stores keys and values of its own."""
+    (write_eagle if method == "eagle" else write_eagle3)(Path(weights), tmp_path)
+    given = {"method": method, "model": str(tmp_path), "num_speculative_tokens": 2}
+    given |= {"disable_eagle_block_drop": True}  # as what is read again would change answers
+    expected = without(COARSE)
+    with start_tiny(COARSE, speculative_config=given) as engine:
+        assert told(engine) == expected
+        drafted, accepted = counted(engine)
+    assert 0 < accepted < drafted
+
+
+@pytest.mark.slow
+def test_heads_for_further_tokens_change_nothing(
+    start: Start, told: Callable[["LLM"], Answers], tmp_path: Path
+) -> None:
+    """A layer of the model itself (MTP) drafts, beside layers of experts."""
+    write_next_token_heads(tmp_path)
+    small = {"kv_cache_memory_bytes": 1 << 21, "max_model_len": 512, "dtype": "float32"}
+    more = {"skip_tokenizer_init": True, "disable_log_stats": False, "block_size": 32}
+    made = partial(start, str(tmp_path), max_num_batched_tokens=1024, max_num_seqs=3)
+    with made(COARSE, **small, **more) as engine:
+        expected = told(engine)
+    given = {"method": "mtp", "num_speculative_tokens": 1, "disable_eagle_block_drop": True}
+    with made(COARSE, speculative_config=given, **small, **more) as engine:
+        assert told(engine) == expected
+        drafted, accepted = counted(engine)
+    assert 0 < accepted < drafted

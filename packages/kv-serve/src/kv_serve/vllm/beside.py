@@ -9,7 +9,7 @@ from kv_policy.files import write_whole
 from kv_serve.vllm.attach import is_ours
 
 PLAIN: Final = "one format for all tokens, such as k8v4"
-DRAFTERS: Final = ("ngram", "draft_model")  # methods of speculative decoding
+DRAFTERS: Final = ("ngram", "draft_model", "eagle", "eagle3", "mtp")  # methods of speculative decoding
 OFFLOADING: Final = "OffloadingConnector"
 EXAMPLE: Final = "ExampleConnector"
 FOLDER: Final = "shared_storage_path"  # of the example connector, in its extra config
@@ -43,6 +43,8 @@ def refused_drafts(config: VllmConfig, *, plain: bool) -> str | None:
         return (
             f"speculative decoding by {given.method}; use one of the methods {', '.join(DRAFTERS)}"
         )
+    if given.parallel_drafting:
+        return "speculative decoding with drafts in one pass; set parallel_drafting to false"
     return None
 
 
@@ -67,7 +69,7 @@ def refused_connector(config: VllmConfig, *, plain: bool) -> str | None:
     if given.kv_connector_module_path is not None or name not in (OFFLOADING, EXAMPLE):
         return f"the KV connector {name}; use vLLM's {OFFLOADING} or {EXAMPLE}"
     if speculative is not None and speculative.method != "ngram":
-        return f"the KV connector {name} beside a draft model; draft by ngram"
+        return f"the KV connector {name} beside drafts of a model; draft by ngram"
     return _refused_example(config) if name == EXAMPLE else _refused_offloading(config)
 
 
