@@ -37,11 +37,15 @@ def expect_joinable(layout: Layout, selector: CompleteSelector | None) -> None:
     elif selector is not None and isinstance(selector.selector, Thresholding):
         reason = "assigns generated tokens to tiers by thresholds, which are those of one prompt"
     if reason is not None:
-        raise ValueError(
-            f"documents cannot follow each other under this policy: it {reason}; use a format "
-            "without a raw window, alone or beside a selector that scores tokens once, such as "
-            "gate:file=F,keep=25%+k8v4, or compress the documents as one text"
-        )
+        raise ValueError(_refused(reason))
+
+
+def _refused(reason: str) -> str:
+    return (
+        f"documents cannot follow each other under this policy: it {reason}; use a format without "
+        "a raw window, alone or beside a selector that scores tokens once, such as "
+        "gate:file=F,keep=25%+k8v4, or compress the documents as one text"
+    )
 
 
 def joined(
@@ -62,6 +66,8 @@ def joined(
     found, *more = states
     if more:
         expect_joinable(layout, selector)
+        if any("plan.thresholds" in state.tensors for state in states):
+            raise ValueError(_refused("keeps thresholds of its last plan, which are of one prompt"))
     for state in more:
         found = _after(layout, selector, found, state)
     return found
