@@ -63,14 +63,15 @@ def joined(
             sequences or budgets.
         DamagedStateError: plans do not fit the sequences.
     """
-    found, *more = states
+    first, *more = states
     if more:
         expect_joinable(layout, selector)
-        if any("plan.thresholds" in state.tensors for state in states):
+        found = [state.tensors.get("plan.thresholds") for state in states]
+        if any(x is not None and bool(x.any()) for x in found):
             raise ValueError(_refused("keeps thresholds of its last plan, which are of one prompt"))
     for state in more:
-        found = _after(layout, selector, found, state)
-    return found
+        first = _after(layout, selector, first, state)
+    return first
 
 
 def _after(
