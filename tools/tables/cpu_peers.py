@@ -72,14 +72,14 @@ def ways(rows: Sequence[Row]) -> str:
 
 def compared(figure: str) -> str:
     """Write what a figure compares: `decode_vs_best_peer_1k_b1` is a step of one sequence."""
-    found = re.fullmatch(r"(decode|growth)_vs_best_peer(?:_(\d+)k)?_b(\d+)", figure)
+    found = re.fullmatch(r"(decode|growth)_vs_best_peer(?:_(\d+k?))?_b(\d+)", figure)
     if found is None:
         raise ValueError(f"{figure} names no comparison")
-    what, thousands, batch = found.groups()
+    what, tokens, batch = found.groups()
     size = f"{batch} sequence" if batch == "1" else f"{batch} sequences"
     if what == "growth":
         return f"growth of a step with the context, {size}"
-    return f"decode step, {size} of {1024 * int(thousands):,} tokens"
+    return f"decode step, {size} of {tokens} tokens"
 
 
 def peers(rows: Sequence[Row]) -> str:

@@ -1,4 +1,4 @@
-"""The pages of benchmarks, one for each result: tables are generated, the prose between them is not.
+"""The pages of benchmarks, one for each result: tables are generated, the prose is not.
 
 A test fails if a table is out of date.
 """
