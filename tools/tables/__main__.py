@@ -7,4 +7,5 @@ from tools.tables.page import measured, path_of, renew
 if __name__ == "__main__":
     for name in measured():
         write_whole(path_of(name), renew(name).encode())
-    write_whole(summary.PAGE, summary.written(summary.PAGE.read_text()).encode())
+    for path in (summary.PAGE, *summary.FIRST):
+        write_whole(path, summary.written(path.read_text()).encode())

@@ -9,7 +9,10 @@ from tools.tables.markdown import table
 from tools.tables.page import ROOT, page_of, path_of, result
 
 PAGE: Final = ROOT / "docs" / "benchmarks.md"
-BLOCK: Final = re.compile(r"^<!-- (\w+) -->\n.*?^<!-- end of \1 -->$", re.MULTILINE | re.DOTALL)
+FIRST: Final = (ROOT / "README.md", ROOT / "docs" / "index.md")  # pages with `beside`
+BLOCK: Final = re.compile(
+    r"^<!-- (figures|pages|beside) -->\n.*?^<!-- end of \1 -->$", re.MULTILINE | re.DOTALL
+)
 HEAD: Final = ("what", "policy", "figure", "over", "stock fp8")
 
 
@@ -46,6 +49,7 @@ class Line:
 
 BF16: Final = "stock vLLM, bf16"
 SOME: Final = "kv-compress:rate=4+k8v4"
+KEPT: Final = "kv-compress:keep=25%+k8v4"  # the same policy
 EIGHTH: Final = "gate:budget=672,file=smollm2-135m,recent=64+k4v4:keys=channel"
 LINES: Final = (
     Line("tokens in 1 GiB", "vllm_capacity", "k8v4", "tokens_k8v4", BF16, "tokens_fp8"),
@@ -76,7 +80,7 @@ LINES: Final = (
     ),
     Line(
         *("time to the first token behind a document read before", "vllm_documents"),
-        *("kv-compress:keep=25%+k8v4", "warm_over_cold_kv_compress"),
+        *(KEPT, "warm_over_cold_kv_compress"),
         *("the document not read before", None, ".3f"),
     ),
     Line(
@@ -105,6 +109,39 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
 }
 
 
+# Lines of the table of the first page: the cache, its way in `vllm_gate` and in `vllm_nll`, and
+# what vLLM's prefix caching does.
+AUTOMATIC: Final = "automatic"
+NAMED: Final = "prefixes that a request names, turns, documents"
+BESIDE: Final = (
+    ("stock, bf16", None, None, AUTOMATIC),
+    ("stock, fp8 with a scale of 1", "fp8", "fp8", AUTOMATIC),
+    ("`k8v4`", "k8v4", "k8v4", AUTOMATIC),
+    (f"`{KEPT}`", "kv_compress_keep_25_k8v4", "kv_compress_rate_4_k8v4", NAMED),
+    ("`gate:file=smollm2-135m,keep=25%+k8v4`", "gate_keep_25_k8v4", None, NAMED),
+)
+
+
+def beside() -> str:
+    """Return the table that compares policies with stock vLLM, with the figures of vLLM."""
+    served: Mapping[str, float] = result("vllm_gate")["summary"]
+    nats: Mapping[str, float] = result("vllm_nll")["summary"]
+    lines = (
+        (
+            named,
+            "1" if way is None else f"{served[f'tokens_{way}']:.1f}",
+            "1" if way is None else f"{served[f'{way}_vs_bf16']:.2f}",
+            ("0" if way is None else "")
+            if scored is None
+            else f"{nats[f'{scored}_over_bf16']:+.3f}",
+            prefixes,
+        )
+        for named, way, scored, prefixes in BESIDE
+    )
+    head = ("cache", "tokens that fit", "tokens per second", "nats per token", "prefix caching")
+    return table(head, lines)
+
+
 def title(name: str) -> str:
     """Return the title of a result's page."""
     return page_of(name).partition("\n")[0].removeprefix("# ")
@@ -129,7 +166,7 @@ def listed() -> str:
 
 def written(page: str) -> str:
     """Return the page with its figures and its list."""
-    blocks = {"figures": figures, "pages": listed}
+    blocks = {"figures": figures, "pages": listed, "beside": beside}
 
     def fresh(found: re.Match[str]) -> str:
         name = found[1]
