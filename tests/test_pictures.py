@@ -54,7 +54,8 @@ def test_a_method_has_a_picture_with_words_for_it(page: Path) -> None:
 
 def test_a_number_that_changed_changes_its_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     changed = {name: copy.deepcopy(figures.result(name)) for name in figures.SOURCES}
-    changed["vllm_capacity"]["rows"][0]["tokens"] += 1
+    row = next(row for row in changed["peers"]["rows"] if row.get("way") == "fp8")
+    row["held"] += 0.1
     rows = changed["method_figures"]["rows"]
     next(row for row in rows if row.get("method") == "snapkv")["heads"][0] = "1 1 1"
     monkeypatch.setattr(figures, "result", changed.__getitem__)

@@ -1,7 +1,7 @@
 """A figure in running text is one that a result holds, or is said here not to be measured.
 
 Looked at are numbers with a decimal point and percentages, outside of code, tables and links. On
-the page of benchmarks the result of the section must hold them, on other pages any result.
+the page of a benchmark its result must hold them, on other pages any result.
 """
 
 import json
@@ -12,8 +12,9 @@ from functools import cache
 import pytest
 
 from tools.pages import ROOT, pages
-from tools.tables.markdown import TABLE, sections
-from tools.tables.page import PAGE, RESULTS, result
+from tools.tables.markdown import TABLE
+from tools.tables.page import RESULTS, page_of, path_of, result
+from tools.tables.page import measured as names
 
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 # What looks like a figure and is none: code, the targets of links, versions, papers, their parts.
@@ -22,13 +23,12 @@ OTHERWISE = re.compile(
     r"|(?:vLLM,?|Python|torch|[Tt]riton|transformers)(?: from)?\s\d\.\d+(?: to \d\.\d+)?"
 )
 NUMBER = re.compile(r"(?<![\w.,-])(\d[\d,]*(?:\.\d+)?)(?: (%))?(?![\w%]|\.\d)")
-# Of a section or a page: what was not measured, with what it is.
+# Of a benchmark or a page: what was not measured, with what it is.
 STATED = {
     "gate": {"95 %": "what intervals are of"},
     "rotation": {"95 %": "what intervals are of"},
     "peers": {"95 %": "what intervals are of", "78 %": "of policies", "88 %": "of policies"},
     "vllm_nll": {"95 %": "what intervals are of"},
-    "vllm_quality": {"95 %": "what intervals are of"},
     "vllm_throughput": {"1.9": "asked for", "5 %": "asked for"},
     "zack_quality": {"69 %": "of the paper"},
     "docs/calibrate.md": {
@@ -47,7 +47,8 @@ STATED = {
     "packages/kv-evict/README.md": {"0.001": "a parameter"},
 }
 
-SECTIONS = dict(sections(PAGE.read_text()))
+OTHERS = sorted({*pages()} - {str(path_of(name).relative_to(ROOT)) for name in names()})
+SECTIONS = {name: page_of(name) for name in names()}
 
 
 def figures(text: str) -> Iterator[str]:
@@ -108,13 +109,13 @@ def any_measured() -> list[float]:
 
 
 @pytest.mark.parametrize("name", SECTIONS)
-def test_a_section_says_what_its_result_holds(name: str) -> None:
+def test_a_benchmarks_page_says_what_its_result_holds(name: str) -> None:
     stated = STATED.get(name, {})
     wrong = [f for f in figures(SECTIONS[name]) if f not in stated and not holds(f, measured(name))]
     assert not wrong, f"no number of {name}.json is {wrong}"
 
 
-@pytest.mark.parametrize("page", sorted({*pages()} - {str(PAGE.relative_to(ROOT))}))
+@pytest.mark.parametrize("page", OTHERS)
 def test_a_page_says_what_some_result_holds(page: str) -> None:
     stated = STATED.get(page, {})
     text = (ROOT / page).read_text()

@@ -4,23 +4,24 @@ import copy
 import re
 
 import pytest
+import yaml
 
-from tools.tables.markdown import figures, renewed, said, section, shown
-from tools.tables.page import PAGE, RESULTS, WRITERS, renew, result, tables
+from kv_policy import parse
+from tools.tables import summary
+from tools.tables.markdown import figures, number, renewed, said, shown
+from tools.tables.page import PAGES, RESULTS, ROOT, WRITERS, page_of, path_of, renew, result, tables
 
-TEXT = PAGE.read_text()
 UNMEASURED = {"gpu"}  # what no machine has measured yet
 NAMES = sorted(path.stem for path in RESULTS.glob("*.json"))
-ONE = "\n| a |\n|---|\n| 1 |\n\nprose\n\n| b |\n|---|\n| 2 |\n\n"
-SMALL = f"# Page\n\n## one\n{ONE}## two\n\n| c |\n"
+SMALL = "# Page\n\n| a |\n|---|\n| 1 |\n\nprose\n\n| b |\n|---|\n| 2 |\n"
 
 each = pytest.mark.parametrize("name", NAMES)
 
 
 @each
-def test_a_section_shows_the_tables_of_its_result(name: str) -> None:
+def test_a_page_shows_the_tables_of_its_result(name: str) -> None:
     assert result(name)["name"] == name
-    assert shown(TEXT, name) == tables(TEXT, name), "run python -m tools.tables"
+    assert shown(page_of(name)) == tables(name), "run python -m tools.tables"
 
 
 @each
@@ -30,27 +31,61 @@ def test_a_result_of_other_numbers_gives_other_tables(name: str) -> None:
     for row in other["rows"]:
         if row.get("kind") == "choice":  # of which the figures of peers are written
             row["ours"] += 1
-    assert shown(TEXT, name)[0] != next(WRITERS[name](other, said(TEXT, name)))
+    page = page_of(name)
+    assert shown(page)[0] != next(WRITERS[name](other, said(page)))
 
 
-def test_every_result_has_a_writer_and_every_section_a_result() -> None:
+def test_every_result_has_a_writer_and_every_page_a_result() -> None:
     assert {*WRITERS} - {*NAMES} <= UNMEASURED
     assert {*NAMES} <= {*WRITERS}
-    assert re.findall(r"^## (\w+)$", TEXT, re.MULTILINE) == NAMES
+    assert sorted(PAGES.glob("*")) == sorted(map(path_of, NAMES))
+    with pytest.raises(ValueError, match=r"no_such\.json has no page; write docs/"):
+        page_of("no_such")
 
 
-def test_writing_again_changes_nothing() -> None:
-    assert renew(TEXT) == TEXT
+def test_a_page_has_a_title_in_words() -> None:
+    titles = [summary.title(name) for name in NAMES]
+    assert len({*titles}) == len(titles)
+    assert not any("_" in title for title in titles)
 
 
-def test_tables_of_one_section_are_renewed_and_prose_stays() -> None:
-    fresh = renewed(SMALL, "one", ["| x |", "| y |"])
-    assert section(fresh, "one") == "\n| x |\n\nprose\n\n| y |\n\n"
-    assert section(fresh, "two") == section(SMALL, "two")
+def test_the_summary_is_that_of_the_results_and_lists_every_page() -> None:
+    for path in (summary.PAGE, *summary.FIRST):
+        text = path.read_text()
+        assert "<!-- end of " in text
+        assert summary.written(text) == text, "run python -m tools.tables"
+    assert parse(summary.KEPT) == parse(summary.SOME)
+    assert sorted(name for names in summary.GROUPS.values() for name in names) == NAMES
+    assert len(summary.LINES) == 10
+
+
+def test_the_navigation_has_every_page_in_the_same_order() -> None:
+    text = re.sub(r"!!\S+", "", (ROOT / "mkdocs.yml").read_text())
+    (found,) = (each["Benchmarks"] for each in yaml.safe_load(text)["nav"] if "Benchmarks" in each)
+    first, *groups = found
+    assert first == summary.PAGE.name
+    listed = {
+        group: [place for each in pages for place in each.values()]
+        for one in groups
+        for group, pages in one.items()
+    }
+    assert listed == {
+        group: [str(path_of(name).relative_to(summary.PAGE.parent)) for name in names]
+        for group, names in summary.GROUPS.items()
+    }
+
+
+@each
+def test_writing_again_changes_nothing(name: str) -> None:
+    assert renew(name) == page_of(name)
+
+
+def test_tables_are_renewed_and_prose_stays() -> None:
+    assert renewed(SMALL, "one", ["| x |", "| y |"]) == "# Page\n\n| x |\n\nprose\n\n| y |\n"
 
 
 def test_a_table_that_nobody_writes_is_noticed() -> None:
-    with pytest.raises(ValueError, match="one has 2 tables on the page, but 1 are written"):
+    with pytest.raises(ValueError, match="one has 2 tables on its page, but 1 are written"):
         renewed(SMALL, "one", ["| x |"])
 
 
@@ -60,5 +95,15 @@ def test_a_figure_that_the_page_does_not_explain_is_noticed() -> None:
 
 
 def test_a_figure_that_is_gone_leaves_the_page() -> None:
-    written = figures({"name": "name", "summary": {"a": 1.0}}, {"a": "it", "b": "gone"})
-    assert written.splitlines()[2:] == ["| `a` | it | 1.0000 |"]
+    written = figures({"name": "name", "summary": {"a": 1.5}}, {"a": "it", "b": "gone"})
+    assert written.splitlines()[2:] == ["| it <!-- a --> | 1.5000 |"]
+    assert said(f"{written}\n") == {"a": "it"}
+
+
+def test_a_whole_number_has_no_decimals() -> None:
+    assert [number(each) for each in (3600.0, 1, -0.00312)] == ["3,600", "1", "-0.0031"]
+
+
+def test_vllms_scores_of_prompts_are_not_shown_as_losses_of_eviction() -> None:
+    assert any(name.startswith("nll_") for name in result("vllm_quality")["summary"])
+    assert "nll_" not in page_of("vllm_quality")

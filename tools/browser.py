@@ -34,6 +34,8 @@ SHOWN: Final = (
     "methods/zack/",
     "methods/think/",
     "benchmarks/",
+    "benchmarks/vllm-capacity/",
+    "models/",
 )
 SOUGHT: Final = ("snapkv", "methods/snapkv/")
 WIDER: Final = "document.documentElement.scrollWidth - window.innerWidth"

@@ -7,6 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,16 +16,43 @@ from tools.drawing import INK, MARK, OTHER, band, box, frame, heat, line, svg, w
 ROOT: Final = Path(__file__).parent.parent
 RESULTS: Final = ROOT / "benchmarks" / "results"
 IMAGES: Final = ROOT / "docs" / "images"
-SOURCES: Final = ("vllm_capacity", "vllm_quality", "method_figures", "rotation_errors")
+SOURCES: Final = ("peers", "gate", "method_figures", "rotation_errors")
 START: Final = IMAGES / "start.svg"
 METHODS: Final = IMAGES / "methods"
-# The configurations on the first page: the name in the results, and in the picture.
-WAYS: Final = {
-    "bf16": "bf16, stock",
-    "fp8": "fp8, stock",
-    "k8v4": "k8v4",
-    "k4v2": "k4v2",
-    "kv_compress_rate_4_k8v4": "kv-compress:rate=4+k8v4",
+PEERS_SAMPLES: Final = 16
+GATE_SAMPLES: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A row of the first page's picture.
+
+    Attributes:
+        label: the configuration.
+        stock: whether it is one of vLLM without a policy.
+        held: bytes of the cache over those of 16 bits.
+        samples: prompts of each task and setting.
+        inside: how many numbers were found, hidden alone and among four, question in the prompt.
+        after: the same with the question after the compressed prompt.
+    """
+
+    label: str
+    stock: bool
+    held: float
+    samples: int
+    inside: tuple[int, int]
+    after: tuple[int, int]
+
+
+# Rows of the comparison with peers (environment and name), and of the gate (name).
+PEERS: Final = {
+    "fp8 of stock vLLM": ("vllm", "fp8"),
+    "k8v4": ("ours", "k8v4"),
+}
+GATE: Final = {
+    "bf16, not compressed": "full",
+    "kv-compress: a third of the tokens, 4 bits": "kv_compress_12",
+    "gate: a third of the tokens, 4 bits": "gate_recent_12",
 }
 
 Row = Mapping[str, Any]
@@ -36,53 +64,86 @@ def result(name: str) -> dict[str, Any]:
     return found
 
 
-def measured() -> dict[str, tuple[int, int, int]]:
-    """Return the first page's figures of each configuration: tokens, needles, multikey numbers."""
-    capacity, quality = result("vllm_capacity"), result("vllm_quality")["summary"]
-    tokens = {row["way"]: row["tokens"] for row in capacity["rows"] if row["kind"] == "size"}
-    return {
-        way: (
-            tokens[way],
-            round(16 * quality[f"needle_{way}"]),
-            round(16 * quality[f"multikey_{way}"]),
-        )
-        for way in WAYS
+def measured() -> tuple[Found, ...]:
+    """Return the rows of the first page's picture: stock first, then ours."""
+    peers = {
+        (row["environment"], row["way"], row["task"], row["setting"]): row
+        for row in result("peers")["rows"]
+        if row["kind"] == "way"
     }
+    gate = {
+        (row["name"], row["task"], row["setting"]): row
+        for row in result("gate")["rows"]
+        if row["kind"] == "cell" and row["samples"] == GATE_SAMPLES
+    }
+    found = {
+        label: Found(
+            label,
+            name == "full",
+            gate[name, "needle", "agnostic"]["bytes"],
+            GATE_SAMPLES,
+            *_found(
+                {at[1:]: row["mean"] for at, row in gate.items() if at[0] == name}, GATE_SAMPLES
+            ),
+        )
+        for label, name in GATE.items()
+    }
+    for label, way in PEERS.items():
+        mine = {at[2:]: row for at, row in peers.items() if at[:2] == way}
+        scores = {at: row["score"] for at, row in mine.items()}
+        held = mine["needle", "aware"]["held"]
+        counts = _found(scores, PEERS_SAMPLES)
+        found[label] = Found(label, way[0] == "vllm", held, PEERS_SAMPLES, *counts)
+    first, *others = GATE
+    return tuple(found[label] for label in (first, *PEERS, *others))
+
+
+def _found(
+    shares: Mapping[tuple[str, str], float], samples: int
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the numbers found, alone and of four, with the question inside and after."""
+    inside, after = (
+        (round(samples * shares["needle", setting]), round(samples * shares["multikey", setting]))
+        for setting in ("aware", "agnostic")
+    )
+    return inside, after
 
 
 def start() -> str:
-    """Draw how many tokens vLLM holds in 1 GiB, beside the numbers found in long prompts."""
-    found = measured()
-    most = max(tokens for tokens, *_ in found.values())
-    columns = ((350, "one number"), (438, "one of four"))
+    """Draw what is found with the question in the prompt and after it, and the bytes held."""
+    columns = (272, 338, 410, 476)
     parts = [
-        words(0, 14, "tokens that vLLM says it holds", bold=True),
-        words(0, 30, "in 1 GiB of keys and values"),
+        words(0, 30, "bytes of the cache, over 16 bits", bold=True),
+        words(300, 14, "question inside", "middle", bold=True),
+        words(438, 14, "question after", "middle", bold=True),
     ]
-    for x, title in columns:
-        parts += [words(x, 14, title, "end", bold=True), words(x, 30, "found, of 16", "end")]
-    for i, (way, (tokens, *answers)) in enumerate(found.items()):
+    parts += [
+        words(x, 30, title, "end") for x, title in zip(columns, 2 * ("one", "of four"), strict=True)
+    ]
+    rows = measured()
+    for i, row in enumerate(rows):
         y = 36 + 34 * i
-        length = 210 * tokens / most
+        length = 150 * row.held
         parts += [
-            words(0, y + 14, WAYS[way]),
-            box(0, y + 19, length, 11, INK if "stock" in WAYS[way] else MARK),
-            words(length + 6, y + 29, f"{tokens:,}"),
+            words(0, y + 14, row.label),
+            box(0, y + 19, length, 11, INK if row.stock else MARK),
+            words(length + 6, y + 29, f"{row.held:.2f}"),
         ]
-        for (x, _), right in zip(columns, answers, strict=True):
-            parts.append(words(x, y + 29, str(right), "end"))
-    return svg(440, 38 + 34 * len(found), "What vLLM holds in 1 GiB, and what is found", parts)
+        for x, right in zip(columns, (*row.inside, *row.after), strict=True):
+            parts.append(words(x, y + 29, f"{right}/{row.samples}", "end"))
+    return svg(480, 38 + 34 * len(rows), "Bytes of the cache, and numbers found", parts)
 
 
 def spoken() -> str:
     """Return the alternative text of that picture."""
     shown = [
-        f"{WAYS[way]} {tokens:,} tokens, {needle} and {multikey}"
-        for way, (tokens, needle, multikey) in measured().items()
+        f"{row.label}: {row.held:.2f} of the bytes, {row.inside[0]} and {row.inside[1]} inside, "
+        f"{row.after[0]} and {row.after[1]} after, of {row.samples}"
+        for row in measured()
     ]
     return (
-        "Tokens that vLLM says it holds in 1 GiB, and numbers found of 16, one hidden and one of "
-        f"four: {'; '.join(shown)}."
+        "Bytes of the cache over 16 bits, and numbers found, one hidden and one of four, with the "
+        f"question inside the prompt and after it. {'; '.join(shown)}."
     )
 
 

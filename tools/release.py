@@ -1,14 +1,22 @@
-"""Release tags: `kv-quant-v0.1.0` names a package and its version; other tags are refused."""
+"""Release tags: `kv-quant-v0.1.0` names a package and its version; other tags are refused.
 
+`kv-all-v0.1.0` names every package that has this version. Only the standard library is used, as
+this runs before anything is installed.
+"""
+
+import json
 import re
 import subprocess
 import sys
 import tomllib
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
 MAIN = "refs/remotes/origin/main"
+ALL = "kv-all"
+NATIVE = "kv-cpu"  # is built on a machine of each platform
 TAG = re.compile(r"(?P<package>[a-z][a-z-]*)-v(?P<version>\d[^/\s]*)")
 
 
@@ -42,7 +50,7 @@ def checked(tag: str, root: Path = ROOT) -> Release:
     folder = root / "packages" / release.package
     if not (folder / "pyproject.toml").is_file():
         raise ValueError(f"the tag {tag!r} names {release.package}, but no such package exists")
-    version = tomllib.loads((folder / "pyproject.toml").read_text())["project"]["version"]
+    version = _project(folder)["version"]
     if version != release.version:
         raise ValueError(
             f"the tag {tag!r} names version {release.version}, but the pyproject.toml of "
@@ -54,6 +62,51 @@ def checked(tag: str, root: Path = ROOT) -> Release:
         said = "has no section of it" if title is None else "marks it as not released"
         raise ValueError(f"{release.package} {version} cannot be released: its CHANGELOG.md {said}")
     return release
+
+
+def releases(tag: str, root: Path = ROOT) -> tuple[Release, ...]:
+    """Return what a tag releases; a package comes after those that it depends on.
+
+    Raises:
+        ValueError: as `checked`, or the tag names all packages and none has this version.
+    """
+    asked = named(tag)
+    if asked.package != ALL:
+        return (checked(tag, root),)
+    wanted = [
+        name
+        for name in order(root)
+        if _project(root / "packages" / name)["version"] == asked.version
+    ]
+    if not wanted:
+        raise ValueError(f"the tag {tag!r} names version {asked.version}, which no package has")
+    return tuple(checked(f"{name}-v{asked.version}", root) for name in wanted)
+
+
+def order(root: Path = ROOT) -> tuple[str, ...]:
+    """Return all packages, each after those that it depends on; extras do not count."""
+    projects = {path.parent.name: _project(path.parent) for path in _files(root)}
+    needs = {
+        name: [_name(line) for line in found.get("dependencies", []) if _name(line) in projects]
+        for name, found in projects.items()
+    }
+    return tuple(TopologicalSorter(needs).static_order())
+
+
+def _files(root: Path) -> list[Path]:
+    return sorted(root.glob("packages/*/pyproject.toml"))
+
+
+def _project(folder: Path) -> dict:
+    found: dict = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+    return found
+
+
+def _name(requirement: str) -> str:
+    """Return the name of a requirement."""
+    found = re.match(r"[\w.-]+", requirement)
+    assert found is not None
+    return found[0]
 
 
 def expect_on_main(root: Path = ROOT, main: str = MAIN) -> None:
@@ -70,10 +123,17 @@ def expect_on_main(root: Path = ROOT, main: str = MAIN) -> None:
         raise ValueError(f"whether the tag's commit is on {main} is unknown: {done.stderr.strip()}")
 
 
+def outputs(names: list[str]) -> str:
+    """Return the lines that tell the workflow which packages are released, and of which kinds."""
+    kinds = {"native": NATIVE in names, "pure": {*names} != {NATIVE}}
+    found = {"packages": names, **kinds}
+    return "\n".join(f"{name}={json.dumps(value)}" for name, value in found.items())
+
+
 if __name__ == "__main__":
     try:
         expect_on_main()
-        release = checked(sys.argv[1])
+        wanted = [release.package for release in releases(sys.argv[1])]
     except ValueError as error:
         sys.exit(str(error))
-    print(f"package={release.package}\nversion={release.version}")
+    print(outputs(wanted))

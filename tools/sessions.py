@@ -4,10 +4,12 @@ import functools
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from runpy import run_path
 
@@ -205,6 +207,46 @@ def built(session: nox.Session, package: str, *, slow_kernels: bool = False) -> 
         session.run("uv", "build", *wanted, env=variables)
     (wheel,) = dist.glob(pattern)
     return wheel
+
+
+@contextmanager
+def index(session: nox.Session, folder: Path) -> Iterator[str]:
+    """Serve an empty package index on this machine; yield its address. It accepts any upload."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    command = (Path(session.bin) / "pypi-server", "run", "--interface", "127.0.0.1", "--port")
+    anyone = ("--passwords", ".", "--authenticate", ".", "--disable-fallback")
+    server = subprocess.Popen((*command, str(port), *anyone, str(folder)))
+    try:
+        for _ in range(100):
+            with socket.socket() as one:
+                if one.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            if server.poll() is not None:
+                session.error(f"the index ended with exit code {server.returncode}")
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def empty_environment(session: nox.Session, folder: Path) -> str:
+    """Create an environment with pip alone, and the build of torch that is chosen here.
+
+    Returns:
+        Its Python. Where pip's settings offer the build of torch, pip installs it by itself.
+    """
+    python = str(folder / "bin" / "python")
+    session.run("uv", "venv", "--quiet", "--clear", "--seed", str(folder))
+    chosen = torch_build(gpu=environment.has_gpu())
+    if chosen.backend:
+        to = ("--quiet", "--python", python, "--torch-backend", chosen.backend)
+        session.run("uv", "pip", "install", *to, "torch", env=index_variables())
+    return python
 
 
 def check_siblings(

@@ -78,3 +78,18 @@ FAMILIES: Final[Mapping[str, tuple[str, ...]]] = {
     "Seed-OSS": ("seed_oss",),
     "Llava": ("llava", "llava_next", "llava_onevision"),
 }
+# Families with a model in the benchmark `vllm_models`, by its name there.
+IN_VLLM: Final[Mapping[str, str]] = {
+    "DeepSeek V2 and V3": "deepseek_v2",
+    "Gemma 2": "gemma2",
+    "Gemma 3": "gemma3",
+    "Gemma 4": "gemma4",
+    "Granite 4": "granite4",
+    "LFM2": "lfm2",
+    "Llama 4": "llama4",
+    "Ministral": "ministral",
+    "Mistral and Mixtral": "mistral_whole",
+    "OLMo 3": "olmo3",
+    "Qwen3-Next and Qwen3.5": "qwen3_next",
+    "gpt-oss": "gpt_oss",
+}

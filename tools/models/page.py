@@ -1,4 +1,4 @@
-"""The page of models and the line of the README: written from the committed result.
+"""The page of models and the table of the README: written from the committed result.
 
 `python -m tools.models.page` writes both; a test fails if one is out of date. The prose around the
 blocks is written by hand.
@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
-from tools.models.families import FAMILIES
+from tools.models.families import FAMILIES, IN_VLLM
 from tools.models.results import ROOT, Row, rows
 from tools.tables.markdown import table
 from tools.tables.page import result
@@ -95,16 +95,36 @@ def _said(row: Row) -> str:
 
 
 def families(found: Iterable[Row]) -> str:
-    """Return the line that names the families of which all architectures are equal."""
+    """Return how many architectures are equal, and a table of families of which all are.
+
+    Families are grouped by the layers that they have beside those of full attention. Those of which
+    a model was run inside vLLM with the same tokens stand in the last column, too.
+    """
     those = {
-        row["architecture"] for row in found if row["result"] == "equal" and not row["variant"]
+        row["architecture"]: row for row in found if row["result"] == "equal" and not row["variant"]
     }
-    names = [family for family, needed in FAMILIES.items() if {*needed} <= those]
+    grouped = defaultdict[str, list[str]](list)
+    for family, needed in FAMILIES.items():
+        if {*needed} <= those.keys():
+            grouped[kinds(those[each] for each in needed)].append(family)
+    served = {row["model"] for row in result("vllm_models")["rows"] if row["equal"]}
+    lines = [
+        (kind, ", ".join(names), ", ".join(name for name in names if IN_VLLM.get(name) in served))
+        for kind, names in grouped.items()
+    ]
     text = (
         f"In transformers, {len(those)} architectures give the same tokens as with their own cache "
-        f"([all of them](docs/models.md)), among them {', '.join(names[:-1])} and {names[-1]}."
+        "([all of them](docs/models.md)). These families are among them; tiny models of those in "
+        "the last column were run inside vLLM, too. SmolLM2, of all other figures, is a Llama."
     )
-    return wrapped(text)
+    head = ("layers beside full attention", "families", "run inside vLLM")
+    return f"{wrapped(text)}\n\n{table(head, lines)}"
+
+
+def kinds(found: Iterable[Row]) -> str:
+    """Return the kinds of layers that architectures have beside those of full attention."""
+    others = (kind for row in found for kind in row["layers"] if kind not in (FULL, "dummy"))
+    return ", ".join(sorted({REST.get(kind, kind.replace("_", " ")) for kind in others})) or "none"
 
 
 def wrapped(text: str) -> str:

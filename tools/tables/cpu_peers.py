@@ -1,5 +1,6 @@
 """Tables that compare with the engines that run on CPUs."""
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Final
 
@@ -69,11 +70,23 @@ def ways(rows: Sequence[Row]) -> str:
     return table(head, lines)
 
 
+def compared(figure: str) -> str:
+    """Write what a figure compares: `decode_vs_best_peer_1k_b1` is a step of one sequence."""
+    found = re.fullmatch(r"(decode|growth)_vs_best_peer(?:_(\d+k?))?_b(\d+)", figure)
+    if found is None:
+        raise ValueError(f"{figure} names no comparison")
+    what, tokens, batch = found.groups()
+    size = f"{batch} sequence" if batch == "1" else f"{batch} sequences"
+    if what == "growth":
+        return f"growth of a step with the context, {size}"
+    return f"decode step, {size} of {tokens} tokens"
+
+
 def peers(rows: Sequence[Row]) -> str:
     """Write, of each comparison, every peer and the best of ours that is comparable with it."""
     lines = (
         (
-            f"`{row['figure']}`",
+            compared(row["figure"]),
             both(row["peer"]),
             "none" if row["ours"] is None else both(row["ours"]),
             "" if row["ratio"] is None else f"{row['ratio']:.2f}",

@@ -1,12 +1,12 @@
-"""Markdown tables: writing them, and finding and replacing them in a section of a page."""
+"""Markdown tables: writing them, and finding and replacing them in a page."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 TABLE: Final = re.compile(r"^\|.*\|$(?:\n\|.*\|$)*", re.MULTILINE)
-TITLE: Final = re.compile(r"^## (\w+)$", re.MULTILINE)
-FIGURE: Final = re.compile(r"^\| `(\w+)` \| (.+) \| [^|]+ \|$", re.MULTILINE)
+# A figure's name in the result is in a comment behind its description: readers need words.
+FIGURE: Final = re.compile(r"^\| (.+) <!-- (\w+) --> \| [^|]+ \|$", re.MULTILINE)
 
 Row = Mapping[str, Any]
 Said = Mapping[str, str]
@@ -30,8 +30,13 @@ def figures(result: Row, said: Said) -> str:
     if missing := ", ".join(name for name in summary if name not in said):
         raise ValueError(f"describe {missing} of {result['name']} in a row of the page's table")
     found = [(name, what) for name, what in said.items() if name in summary]
-    lines = ((f"`{name}`", what, f"{summary[name]:.4f}") for name, what in found)
-    return table(("figure", "what it is", "value"), lines)
+    lines = ((f"{what} <!-- {name} -->", number(summary[name])) for name, what in found)
+    return table(("figure", "value"), lines)
+
+
+def number(value: float) -> str:
+    """Write a figure with four decimals; a whole number has none."""
+    return f"{value:,.0f}" if float(value).is_integer() else f"{value:.4f}"
 
 
 def only_figures(result: Row, said: Said) -> Iterator[str]:
@@ -57,41 +62,23 @@ def by_policy(result: Row, said: Said, cells: Mapping[str, str]) -> Iterator[str
     )
 
 
-def sections(page: str) -> Iterator[tuple[str, str]]:
-    """Yield the titles of a page that name a result, each with the text below it."""
-    _, *parts = re.split(r"^## ", page, flags=re.MULTILINE)
-    for part in parts:
-        title, _, text = part.partition("\n")
-        yield title, text
+def shown(page: str) -> list[str]:
+    """Return the tables of a page."""
+    return TABLE.findall(page)
 
 
-def section(page: str, name: str) -> str:
-    """Return the text below a title.
-
-    Raises:
-        KeyError: no title has this name.
-    """
-    return dict(sections(page))[name]
-
-
-def shown(page: str, name: str) -> list[str]:
-    """Return the tables of a section as the page has them."""
-    return TABLE.findall(section(page, name))
-
-
-def said(page: str, name: str) -> dict[str, str]:
-    """Return the descriptions of the figures in the first table of a section."""
-    return dict(FIGURE.findall(shown(page, name)[0]))
+def said(page: str) -> dict[str, str]:
+    """Return the descriptions of the figures in the first table of a page, by their names."""
+    return {name: what for what, name in FIGURE.findall(shown(page)[0])}
 
 
 def renewed(page: str, name: str, tables: Sequence[str]) -> str:
-    """Replace the tables of a section.
+    """Replace the tables of a page.
 
     Raises:
-        ValueError: the section has more tables, or fewer.
+        ValueError: the page has more tables, or fewer.
     """
-    old, fresh = section(page, name), iter(tables)
-    if (there := len(TABLE.findall(old))) != len(tables):
-        raise ValueError(f"{name} has {there} tables on the page, but {len(tables)} are written")
-    head = f"\n## {name}\n"
-    return page.replace(head + old, head + TABLE.sub(lambda _: next(fresh), old))
+    if (there := len(shown(page))) != len(tables):
+        raise ValueError(f"{name} has {there} tables on its page, but {len(tables)} are written")
+    fresh = iter(tables)
+    return TABLE.sub(lambda _: next(fresh), page)

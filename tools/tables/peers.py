@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
-from tools.tables.markdown import Row, Said, only_figures, table
+from tools.tables.markdown import Row, Said, number, only_figures, table
 
 SCORES: Final = {
     "needle": "needles found",
@@ -45,14 +45,10 @@ def figures(chosen: Iterable[Row]) -> str:
         task, setting, budget = row["task"], row["setting"], row["budget"]
         what = ", ".join((SCORES[task], *([SETTINGS[setting]] if task in ASKED else [])))
         for side, name in (("ours", "ours"), ("peer", "best_peer")):
-            lines.append(
-                (
-                    f"`{task}_{setting}_{name}_{int(100 * budget)}`",
-                    f"{what}, at most {percent(budget)} of the bytes, {named(row[f'{side}_way'])}",
-                    f"{row[side]:.4f}",
-                )
-            )
-    return table(("figure", "what it is", "value"), lines)
+            by = f"at most {percent(budget)} of the bytes, {named(row[f'{side}_way'])}"
+            figure = f"{task}_{setting}_{name}_{int(100 * budget)}"
+            lines.append((f"{what}, {by} <!-- {figure} -->", number(row[side])))
+    return table(("figure", "value"), lines)
 
 
 def wins(chosen: Iterable[Row]) -> str:

@@ -157,38 +157,29 @@ def beside(theirs: Row, way: str) -> Sequence[float] | None:
     return scores
 
 
-def nats(row: Row, host: str) -> str:
-    """Write nats relative to bfloat16 on the same host, with half of their interval."""
-    if row["way"] == BF16:
-        return "0"
-    if f"{host}_over_stock" not in row:
-        return ""
-    low, high = row[f"{host}_over_stock"]
-    return f"{(low + high) / 2:+.3f} ± {(high - low) / 2:.3f}"
-
-
 def quality(rows: Sequence[Row]) -> str:
-    """Write the correct answers under both hosts, and nats."""
+    """Write the correct answers under both hosts."""
     ours = {row["way"]: row for row in rows if row["kind"] == "vllm"}
     theirs = {row["task"]: row for row in rows if row["kind"] == "transformers"}
-    scores = {(row["task"], row["way"]): row for row in rows if row["kind"] == "score"}
     lines = (
         (
             OWN.get(way) or compressed_first(policy(way)),
             *(right(each) for task in ASKED for each in (mine[task], beside(theirs[task], way))),
-            *(nats(scores["nll", way], host) for host in ("vllm", "transformers")),
         )
         for way, mine in ours.items()
     )
-    heads = (
-        each for head in (*ASKED.values(), "nats") for each in (f"{head}, vLLM", "transformers")
-    )
+    heads = (each for head in ASKED.values() for each in (f"{head}, vLLM", "transformers"))
     return table(("cache", *heads), lines)
 
 
 def vllm_quality(result: Row, said: Said) -> Iterator[str]:
-    """Yield answers and nats under vLLM and under transformers."""
-    yield markdown.figures(result, said)
+    """Yield answers under vLLM and under transformers.
+
+    Its nats are left out: vLLM scores tokens of a prompt before anything of it is evicted, so they
+    do not measure eviction. `vllm_nll` has those of generated tokens.
+    """
+    answers = {k: v for k, v in result["summary"].items() if not k.startswith("nll_")}
+    yield markdown.figures({**result, "summary": answers}, said)
     yield quality(result["rows"])
 
 
@@ -340,7 +331,7 @@ def hybrid_quality(result: Row, said: Said) -> Iterator[str]:
     lines = (
         (
             model,
-            "full" if way == "full" else f"`{way}`",
+            "full" if way == "full" else policy(way),
             f"{cells[model, way, 'needle', HOSTS[0]]['bytes']:.3f}",
             *(cell_share(cells.get((model, way, *column))) for column in columns),
         )
