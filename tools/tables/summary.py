@@ -79,7 +79,7 @@ LINES: Final = (
         *("k8v4_vs_vllm_bf16", "vLLM's kernel, bf16"),
     ),
     Line(
-        *("time to the first token behind a document read before", "vllm_documents"),
+        *("time to the first token after a document read before", "vllm_documents"),
         *(KEPT, "warm_over_cold_kv_compress"),
         *("the document not read before", None, ".3f"),
     ),
