@@ -136,16 +136,17 @@ def wheels(session: nox.Session) -> None:
 def rehearse(session: nox.Session) -> None:
     """Rehearse a release: build, check and upload everything, then install it with pip and use it.
 
-    The index is one of this machine, for the time of the session. Everything is uploaded twice, as
-    when an interrupted release is run again. `kv-serve[cpu]` is then installed into an empty
-    environment by pip's own settings, and commands of the tutorials run there.
+    The index is one of this machine, for the time of the session. `kv-serve[cpu]` is installed from
+    it into an empty environment by pip's own settings, and commands of the tutorials run there.
+    `-- FOLDER` takes what was built before, in a folder for each package, and builds nothing.
     """
     install(session, "twine>=6", "pypiserver>=2.3", "packaging>=24")
     constraints, settings = build_settings(session)
     temporary = Path(session.create_tmp()).resolve()
-    folder = temporary / "dist"
-    shutil.rmtree(folder, ignore_errors=True)
-    for name in order():  # sdists, and wheels from them
+    folder = Path(session.posargs[0]).resolve() if session.posargs else temporary / "dist"
+    if not session.posargs:
+        shutil.rmtree(folder, ignore_errors=True)
+    for name in () if session.posargs else order():  # sdists, and wheels from them
         session.run(
             *("uv", "build", "--quiet", f"packages/{name}"),
             *("--out-dir", str(folder / name), *constraints),
@@ -156,12 +157,9 @@ def rehearse(session: nox.Session) -> None:
     session.run("twine", "check", "--strict", *(path for paths in built.values() for path in paths))
     with index(session, temporary / "index") as address:
         nobody = {"TWINE_USERNAME": "nobody", "TWINE_PASSWORD": "none"}
-        for name in 2 * order():
+        for name in order():
             upload = ("twine", "upload", "--non-interactive", "--disable-progress-bar")
-            session.run(
-                *(*upload, "--skip-existing", "--repository-url", f"{address}/", *built[name]),
-                env=nobody,
-            )
+            session.run(*upload, "--repository-url", f"{address}/", *built[name], env=nobody)
         python = empty_environment(session, temporary / "empty")
         report = temporary / "installed.json"
         session.run(

@@ -111,11 +111,11 @@ def _found(
 
 def start() -> str:
     """Draw what is found with the question in the prompt and after it, and the bytes held."""
-    columns = (272, 338, 410, 476)
+    columns = (232, 286, 346, 400)
     parts = [
-        words(0, 30, "bytes of the cache, over 16 bits", bold=True),
-        words(300, 14, "question inside", "middle", bold=True),
-        words(438, 14, "question after", "middle", bold=True),
+        words(0, 30, "bytes, over 16 bits", bold=True),
+        words(286, 14, "question inside", "end", bold=True),
+        words(400, 14, "question after", "end", bold=True),
     ]
     parts += [
         words(x, 30, title, "end") for x, title in zip(columns, 2 * ("one", "of four"), strict=True)
@@ -123,7 +123,7 @@ def start() -> str:
     rows = measured()
     for i, row in enumerate(rows):
         y = 36 + 34 * i
-        length = 150 * row.held
+        length = 140 * row.held
         parts += [
             words(0, y + 14, row.label),
             box(0, y + 19, length, 11, INK if row.stock else MARK),
@@ -131,7 +131,7 @@ def start() -> str:
         ]
         for x, right in zip(columns, (*row.inside, *row.after), strict=True):
             parts.append(words(x, y + 29, f"{right}/{row.samples}", "end"))
-    return svg(480, 38 + 34 * len(rows), "Bytes of the cache, and numbers found", parts)
+    return svg(402, 38 + 34 * len(rows), "Bytes of the cache, and numbers found", parts)
 
 
 def spoken() -> str:

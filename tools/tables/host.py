@@ -145,6 +145,19 @@ def documents_joined(result: Row, said: Said) -> Iterator[str]:
     yield from markdown.by_policy(result, said, cells)
 
 
+def kld(result: Row, said: Said) -> Iterator[str]:
+    """Yield the divergence, the nats and the bytes of each policy."""
+    cells = {
+        "divergence, nats": "{kl:.4f}",
+        "95 %": "{kl_interval[0]:.4f} to {kl_interval[1]:.4f}",
+        "99.9 % quantile": "{kl_tail:.3f}",
+        "nats per token, added": "{over_full:+.4f}",
+        "95 % of that": "{interval[0]:+.4f} to {interval[1]:+.4f}",
+        "bytes": "{bytes:.3f}",
+    }
+    yield markdown.policies((row for row in result["rows"] if "kl" in row), cells)
+
+
 WRITERS: Final = {
     "documents": documents,
     "documents_joined": documents_joined,
@@ -152,6 +165,7 @@ WRITERS: Final = {
     "gpu": only_figures,
     "gpu_static": gpu_static,
     "triton_compile": triton_compile,
+    "kld": kld,
     "kv_compress_cost": kv_compress_cost,
     "leankv_overhead": only_figures,
 }

@@ -47,7 +47,7 @@ class Line:
         return named, f"`{self.policy}`", value, self.over, beside
 
 
-BF16: Final = "stock vLLM, bf16"
+BF16: Final = "stock bf16"
 SOME: Final = "kv-compress:rate=4+k8v4"
 KEPT: Final = "kv-compress:keep=25%+k8v4"  # the same policy
 EIGHTH: Final = "gate:budget=672,file=smollm2-135m,recent=64+k4v4:keys=channel"
@@ -79,7 +79,7 @@ LINES: Final = (
         *("k8v4_vs_vllm_bf16", "vLLM's kernel, bf16"),
     ),
     Line(
-        *("time to the first token behind a document read before", "vllm_documents"),
+        *("time to the first token after a document read before", "vllm_documents"),
         *(KEPT, "warm_over_cold_kv_compress"),
         *("the document not read before", None, ".3f"),
     ),
@@ -112,7 +112,7 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
 # Lines of the table of the first page: the cache, its way in `vllm_gate` and in `vllm_nll`, and
 # what vLLM's prefix caching does.
 AUTOMATIC: Final = "automatic"
-NAMED: Final = "prefixes that a request names, turns, documents"
+NAMED: Final = "named prefixes"
 BESIDE: Final = (
     ("stock, bf16", None, None, AUTOMATIC),
     ("stock, fp8 with a scale of 1", "fp8", "fp8", AUTOMATIC),
@@ -131,7 +131,7 @@ def beside() -> str:
             named,
             "1" if way is None else f"{served[f'tokens_{way}']:.1f}",
             "1" if way is None else f"{served[f'{way}_vs_bf16']:.2f}",
-            ("0" if way is None else "")
+            ("0" if way is None else "not measured")
             if scored is None
             else f"{nats[f'{scored}_over_bf16']:+.3f}",
             prefixes,

@@ -18,7 +18,7 @@ from kv_evict.gate_sample import Sample
 from kv_policy import CacheShape, Calibrated, ScoreEvaluation
 
 RIDGE: Final = 1e-6  # added to the correlations of the features
-LEAST: Final = 1e-5  # scores below count as this: nobody attends to such tokens
+LEAST: Final = 1e-5  # scores below count as this: no query attends to such tokens
 UNITS: Final = 16  # of the hidden layer: two bytes a feature, head and unit in the file
 SAMPLE: Final = 65536  # tokens that the networks are fitted to, at most
 SHARES: Final = (0.5, 0.25, 0.125)  # kept shares at which the overlap is written to the file

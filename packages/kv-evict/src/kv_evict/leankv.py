@@ -137,7 +137,7 @@ class LeanKV(Selecting):
 
     @cached_property
     def formats(self) -> Formats:
-        """The two precisions behind the raw window."""
+        """The two precisions after the raw window."""
         return self._tiers()
 
     @property

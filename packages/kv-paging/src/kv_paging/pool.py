@@ -159,7 +159,7 @@ class PagePool:
         return self._owners is not None
 
     def share(self, pages: Int[Tensor, " n"]) -> None:
-        """Count a further owner for each page named, which nobody writes to while it has several.
+        """Count a further owner for each page named, which is not written to while it has several.
 
         Each owner releases it once.
         """

@@ -10,7 +10,7 @@ from kv_policy.spec import parse
 
 @dataclass(frozen=True, slots=True)
 class TieredFormats:
-    """One format per tier, best first, behind one shared raw window."""
+    """One format per tier, best first, after one shared raw window."""
 
     each: tuple[Formats, ...]
     window: int = 0

@@ -289,7 +289,7 @@ class IndexedLayer(FreshLayer):
 
     @property
     def keys(self) -> Tensor | None:
-        """No keys, in the shape of those of all columns, which a model looks at (GLM-5 Next)."""
+        """No keys, in the shape of those of all columns, which a model reads (GLM-5 Next)."""
         keys = self.indexer.indexer_keys
         return None if keys is None else keys.new_zeros(1, 1, 1, 1).expand(-1, -1, keys.shape[1], 1)
 

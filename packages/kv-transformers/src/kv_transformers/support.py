@@ -126,8 +126,8 @@ def expect_only_stored(model: "PreTrainedModel", policy: KVPolicy) -> None:
     if other:
         raise UnsupportedModelError(
             f"{policy} lets the model read each prompt again, and the layers of type "
-            f"{', '.join(other)} in {type(model).__name__} would go on from a state that includes "
-            "the first reading; use a policy that reads prompts once, such as kv-compress"
+            f"{', '.join(other)} in {type(model).__name__} would continue from a state that "
+            "includes the first reading; use a policy that reads prompts once, such as kv-compress"
         )
 
 

@@ -96,7 +96,7 @@ class CompressedLM(TemplateLM):
         """Answer greedily, up to the first stop string of a request.
 
         Raises:
-            TaskError: a request wants sampling, or exceeds the model's context length.
+            TaskError: a request asks for sampling, or exceeds the model's context length.
         """
         return [self._generated(*request.args) for request in requests]
 
@@ -119,7 +119,7 @@ class CompressedLM(TemplateLM):
     def _generated(self, context: str, wanted: dict[str, Any]) -> str:
         if wanted.get("do_sample") or wanted.get("temperature", 0) > 0:
             raise TaskError(
-                "a task wants its answers sampled; policies are compared with greedy ones only"
+                "a task requests sampled answers; policies are compared with greedy ones only"
             )
         until = wanted.get("until") or []
         stops = [until] if isinstance(until, str) else list(until)

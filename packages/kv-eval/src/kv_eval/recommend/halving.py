@@ -2,7 +2,7 @@
 
 Jamieson and Talwalkar (2016, https://arxiv.org/abs/1502.07943) halve the candidates and double the
 samples; here a third is kept, for three times as many windows. Where fewest bytes are sought, the
-first rounds keep the frontiers of bytes and loss, one behind the other, as in multi-objective
+first rounds keep the frontiers of bytes and loss, one after the other, as in multi-objective
 variants (Schmucker et al., 2021, https://arxiv.org/abs/2106.12639).
 """
 
