@@ -53,13 +53,15 @@ def by_policy(result: Row, said: Said, cells: Mapping[str, str]) -> Iterator[str
         cells: formats of what is written of a row, by the head of the column.
     """
     yield figures(result, said)
-    yield table(
-        ("policy", *cells),
-        (
-            (f"`{row['policy']}`", *(cell.format_map(row) for cell in cells.values()))
-            for row in result["rows"]
-        ),
+    yield policies(result["rows"], cells)
+
+
+def policies(rows: Iterable[Row], cells: Mapping[str, str]) -> str:
+    """Write a table with a line for each row, which has a `policy`; `cells` as in `by_policy`."""
+    lines = (
+        (f"`{row['policy']}`", *(cell.format_map(row) for cell in cells.values())) for row in rows
     )
+    return table(("policy", *cells), lines)
 
 
 def shown(page: str) -> list[str]:
