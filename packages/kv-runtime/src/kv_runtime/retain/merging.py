@@ -151,8 +151,9 @@ def _combined(
     """Return the vectors of kept tokens with those that are merged into them."""
     out = x.clone() if answer.own is None else x * answer.own.float()[..., None]
     for target, share in zip(answer.target.unbind(-1), weight.unbind(-1), strict=True):
-        place = target.long().where(share != 0, 0)
-        out.scatter_add_(2, place[..., None].expand_as(x), share[..., None] * x)
+        into = (share != 0)[..., None]
+        place = target.long()[..., None].where(into, 0).expand_as(x)
+        out.scatter_add_(2, place, (share[..., None] * x).where(into, 0))  # 0 if x is infinite
     return out
 
 
