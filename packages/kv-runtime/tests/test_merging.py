@@ -225,7 +225,7 @@ def test_weights_of_zero_are_eviction_bit_for_bit(text: str) -> None:
 @FORMATS
 @pytest.mark.parametrize("keys_too", [False, True])
 def test_kept_tokens_are_encoded_again_in_their_format(text: str, keys_too: bool) -> None:
-    """A vector is what a loop merges of the tokens as the model brought them, but for two codecs."""
+    """Vectors are those that a loop merges of what the model brought, but for the codec."""
     cache = poisoned(compose(Folds(Budget(BUDGET), keys_too=keys_too), parse(text)))
     plain = poisoned(compose(ByKey(Budget(400)), parse(text)))
     draws = [torch.Generator().manual_seed(3) for _ in range(2)]
