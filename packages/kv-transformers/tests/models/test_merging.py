@@ -66,7 +66,7 @@ def test_d2o_stores_what_a_loop_merges(loaded: LoadedModel, rows: tuple[int, ...
                     for mine in weights.values()
                 ]
             )
-            torch.testing.assert_close(x, right, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(x, right, rtol=8e-3, atol=1e-3)  # bfloat16
 
 
 @pytest.mark.model
@@ -83,26 +83,16 @@ def test_cam_keeps_keys_and_adds_values(loaded: LoadedModel) -> None:
 
 @pytest.mark.model
 @torch.no_grad()
-@pytest.mark.parametrize(
-    "policy", ["d2o", "cam", "cam:seed=1", "kvmerger", "snapkv+d2o", "kv-compress:rate=4+kvmerger"]
-)
-def test_a_model_goes_on_from_merged_tokens(loaded: LoadedModel, policy: str) -> None:
-    name, *more = policy.split("+")
-    if "rate" not in name:
-        name += f"{',' if ':' in name else ':'}budget=64"
-    text = "+".join([name, *more, "k8v4"])
-    cache = CompressedCache(loaded.model, text)
-    ids = torch.tensor([loaded.tokenizer.encode(12 * TEXT)])
+@pytest.mark.parametrize(("policy", "plans"), [("cam:every=8", 3), ("d2o+snapkv:window=8", 1)])
+def test_a_model_goes_on_from_merged_tokens(loaded: LoadedModel, policy: str, plans: int) -> None:
+    cache = CompressedCache(loaded.model, f"{policy},budget=64+k8v4")
+    ids = torch.tensor([loaded.tokenizer.encode(6 * TEXT)])
     out = loaded.model.generate(
-        ids, **passing(loaded.model, cache), max_new_tokens=140, min_new_tokens=140, do_sample=False
+        ids, **passing(loaded.model, cache), max_new_tokens=20, min_new_tokens=20, do_sample=False
     )
-    assert out.shape[1] == ids.shape[1] + 140
+    assert out.shape[1] == ids.shape[1] + 20
     batch = cache.runtime.batch
     assert batch is not None
-    plans = cache.runtime.tally.plans
-    # 128 tokens are generated before the second plan, unless another selector says otherwise.
-    assert plans == (1 if more else 2)
-    counts = batch.tiers.counts()
-    if not more:
-        assert int(counts.max()) == 64 + 139 - 128
+    assert cache.runtime.tally.plans == plans
+    assert int(batch.tiers.counts().max()) == 64 + 19 - 8 * (plans - 1)
     batch.pool.check(batch.pages())
