@@ -16,7 +16,14 @@ from tiered_policies import SHAPE
 SCALE, CHUNK = 0.4, 7
 HEADS = SHAPE.kv_heads * SHAPE.group
 PROMPTS = {"a": 19, "b": 6, "c": 11}  # "a" takes three steps, "c" two
-POLICIES = ("raw", "k8v4:window=8", "snapkv:budget=12,window=4+k8v4", "streaming:budget=9")
+POLICIES = (
+    "raw",
+    "k8v4:window=8",
+    "snapkv:budget=12,window=4+k8v4",
+    "streaming:budget=9",
+    "d2o:budget=9,every=0+k8v4",
+    "cam:budget=9,every=0,targets=2",
+)
 
 
 @dataclass

@@ -2,7 +2,9 @@
 
 from kv_evict.adakv import AdaPyramidKV, AdaSnapKV
 from kv_evict.cake import CAKE
+from kv_evict.cam import CaM
 from kv_evict.chunkkv import ChunkKV
+from kv_evict.d2o import D2O
 from kv_evict.duo import Duo
 from kv_evict.expected_attention import ExpectedAttention
 from kv_evict.fastgen import FastGen
@@ -14,6 +16,7 @@ from kv_evict.keyformer import Keyformer
 from kv_evict.knorm import Knorm
 from kv_evict.kv_compress import KVCompress
 from kv_evict.kvcrush import KVCrush
+from kv_evict.kvmerger import KVMerger
 from kv_evict.kvzip import KVzip
 from kv_evict.lagkv import LagKV
 from kv_evict.leankv import LeanKV
@@ -32,11 +35,13 @@ from kv_evict.zigzagkv import ZigZagKV
 
 __all__ = [
     "CAKE",
+    "D2O",
     "H2O",
     "RKV",
     "TOVA",
     "AdaPyramidKV",
     "AdaSnapKV",
+    "CaM",
     "ChunkKV",
     "Duo",
     "ExpectedAttention",
@@ -45,6 +50,7 @@ __all__ = [
     "HeadKV",
     "KVCompress",
     "KVCrush",
+    "KVMerger",
     "KVzip",
     "KeyDiff",
     "Keyformer",

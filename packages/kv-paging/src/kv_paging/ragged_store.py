@@ -140,6 +140,24 @@ class PerHeadRankStore:
             if len(own)
         )
 
+    def rewrite(
+        self,
+        table_rows: Int[Tensor, " S"],
+        some: Bool[Tensor, "S L"],
+        key: Float[Tensor, "n D"] | None,
+        value: Float[Tensor, "n Dv"],
+    ) -> None:
+        """Encode other vectors for the marked tokens in place, as TokenStore."""
+        expect_shape("some", some, table_rows.shape[0], None)
+        row, split = some.nonzero()[:, 0], self._kinds.split(table_rows)
+        each = [(m, *of) for m, of in zip(self.members, split, strict=True) if len(of[1])]
+        for member, place, own in each:
+            member.own(own, some[place])  # of all kinds, before any is written
+        for member, place, own in each:
+            mine, form = torch.isin(row, place), member.layout.format
+            wide = None if key is None else key[mine, : form.key.dim]
+            member.rewrite(own, some[place], wide, value[mine, : form.value.dim])
+
     @property
     def _dims(self) -> tuple[int, int]:
         forms = [member.layout.format for member in self.members]

@@ -13,7 +13,15 @@ from kv_paging.head_pages import HeadPages, select_all
 from kv_paging.kernels import select_page_kernels, shared
 from kv_paging.moves import Segment, move, take
 from kv_paging.table import pages_for, spread
-from kv_paging.tokens import BOTH, NONE, Stored, VectorNames, read_tokens, write_tokens
+from kv_paging.tokens import (
+    BOTH,
+    NONE,
+    Stored,
+    VectorNames,
+    read_tokens,
+    write_tokens,
+    write_vectors,
+)
 from kv_paging.torch_kernels import before
 from kv_paging.work import CopiedRows, Recoding, TokenWrite
 from kv_policy import PagedTokens, Running, TileCounts
@@ -324,6 +332,50 @@ class TokenStore(HeadPages):
             None if position is None else position[:, None],
         )
         self.kernels.write(self.whole(), tokens)
+
+    def rewrite(
+        self,
+        table_rows: Int[Tensor, " S"],
+        some: Bool[Tensor, "S L"],
+        key: Float[Tensor, "n D"] | None,
+        value: Float[Tensor, "n Dv"],
+    ) -> None:
+        """Encode other vectors for the marked tokens in place; scores and positions stay.
+
+        Pages that other rows hold, too, are copied first.
+
+        Args:
+            table_rows: the table rows; each once.
+            some: the n slots to rewrite.
+            key: of their tokens, row by row in the order of slots; None: the stored keys stay.
+            value: of their tokens.
+
+        Raises:
+            PoolExhausted: the pool has too few pages for the copies; nothing has changed.
+            ValueError: a marked slot holds no token, shapes do not match, or tokens of this format
+                are encoded together or have values in keys.
+        """
+        form = self.layout.format
+        if form.block > 1 or form.value_in_key:
+            raise ValueError(
+                "tokens whose bytes are in those of others, or values in those of keys, cannot be "
+                "rewritten one by one; use a format that encodes each vector separately"
+            )
+        expect_shape("some", some, table_rows.shape[0], None)
+        table_rows, length, wrong = self._named(table_rows)
+        count, beyond = self._agree(
+            wrong, some.sum(), (some & ~before(length, some.shape[1])).sum()
+        )
+        if beyond:
+            raise ValueError(f"{beyond} marked slots hold no token; mark slots before a row's end")
+        expect_shape("value", value, count, form.value.dim)
+        if key is not None:
+            expect_shape("key", key, count, form.key.dim)
+        if not count:
+            return
+        self.own(table_rows, some)
+        row, slot = some.nonzero().unbind(1)
+        write_vectors(self.pool.data, self.layout, *self._place(table_rows[row], slot), key, value)
 
     def remove(self, table_rows: Int[Tensor, " S"], slot: Int[Tensor, " S"]) -> None:
         """Evict one token of each table row; the table row's last token moves into its slot.

@@ -56,6 +56,28 @@ def write_tokens(
     write_encoded(data, layout, page, row, encode_tokens(layout, key, value), score, position)
 
 
+def write_vectors(
+    data: UInt8[Tensor, "P nbytes"],
+    layout: PageLayout,
+    page: Int[Tensor, " n"],
+    row: Int[Tensor, " n"],
+    key: Float[Tensor, "n D"] | None,
+    value: Float[Tensor, "n Dv"],
+) -> None:
+    """Encode values, and keys if they are given, over those of tokens that are encoded alone."""
+    form, segments = layout.format, format_segments(layout)
+    keys = len(form.key.parts)
+    for codec, x, mine in (
+        (form.key, key, segments[:keys]),
+        (form.value, value, segments[keys:]),
+    ):
+        if x is None:
+            continue
+        parts = torch.split(codec.encode(x[:, None]), list(codec.parts), dim=1)
+        for segment, part in zip(mine, parts, strict=True):
+            put(data, segment, page, row, part)
+
+
 def encode_tokens(
     layout: PageLayout, key: Float[Tensor, "n D"], value: Float[Tensor, "n Dv"]
 ) -> tuple[UInt8[Tensor, "blocks _"], ...]:

@@ -6,7 +6,16 @@ from typing import Literal
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
-from kv_policy.contract import LayerView, PlanView, Selector, Step, StepView, VectorName
+from kv_policy.contract import (
+    LayerView,
+    Merge,
+    MergeView,
+    PlanView,
+    Selector,
+    Step,
+    StepView,
+    VectorName,
+)
 from kv_policy.lifecycle import Observe, Replan
 from kv_policy.optional import (
     Accumulating,
@@ -14,6 +23,7 @@ from kv_policy.optional import (
     Budgeted,
     Decoding,
     DecodingOnDevice,
+    Merging,
     Observing,
     PlanningChunks,
     Protecting,
@@ -43,6 +53,7 @@ class CompleteSelector:
     adjust: Callable[[LayerView], Float[Tensor, "B H L"]] | None  # None: nothing is adjusted
     rescore: Callable[[LayerView], Float[Tensor, "B H L"]] | None  # None: plans use stored scores
     plan: Callable[[PlanView], UInt8[Tensor, "N B H L"]]
+    merge: Callable[[MergeView], Merge] | None  # None: dropped tokens leave nothing
     head_stats: Callable[[LayerView], Float[Tensor, "B H"] | None]
     tier_thresholds: Callable[[PlanView], Float[Tensor, "K N B H"] | None]
     recent_tokens: Callable[[Int[Tensor, " B"]], Int[Tensor, " B"] | None]
@@ -54,7 +65,8 @@ class CompleteSelector:
         Raises:
             TypeError: `decode` is "step" and the selector has no `step`; or it scores tokens once,
                 and by more than the token; or it adjusts scores that it does not give once; or it
-                plans chunks of prompts by scores that change.
+                plans chunks of prompts by scores that change; or it merges tokens, and drops some
+                at steps or with chunks of prompts.
             ValueError: it plans chunks of prompts, and its budget is a share of the prompt.
         """
         self.selector = selector
@@ -98,10 +110,25 @@ class CompleteSelector:
                 f"{type(selector).__name__} has adjust(view), but scores_once is False; "
                 "score(view) then sees the attention itself"
             )
+        self.merge = selector.merge if isinstance(selector, Merging) else None
+        if self.merge is not None:
+            self._expect_plans_alone()
         if self.scores_once:
             self._expect_tokens_alone()
         if self.plans_chunks:
             self._expect_chunks_add_up()
+
+    def _expect_plans_alone(self) -> None:
+        for what, found in (
+            ("decode='step'", self.decode == "step"),
+            ("plans_chunks=True", self.plans_chunks),
+        ):
+            if found:
+                raise TypeError(
+                    f"{type(self.selector).__name__} has merge(view) and {what}; tokens are merged "
+                    "when a plan of a whole sequence drops them: after prompts, and in decoding as "
+                    "`replan` says"
+                )
 
     def _expect_chunks_add_up(self) -> None:
         if self.budget is not None:

@@ -7,6 +7,8 @@ from typing import Final, Literal
 from kv_policy.codec import TokenFormat
 from kv_policy.complete import complete
 from kv_policy.contract import Basis, Capabilities, Formats, KVPolicy, Selector
+from kv_policy.merged_selector import MergedSelector
+from kv_policy.part import Part
 from kv_policy.raw import Raw
 from kv_policy.shape import CacheShape
 from kv_policy.sorted_selector import SortedSelector
@@ -59,12 +61,15 @@ def compose(*policies: KVPolicy) -> KVPolicy:
     """Compose policies into one; their order does not matter.
 
     Two selectors are allowed where one evicts and the other sorts the kept tokens into tiers, such
-    as `kv-compress:keep=25%+leankv`.
+    as `kv-compress:keep=25%+leankv`, or merges those that are dropped, such as
+    `snapkv:budget=1024+d2o`.
 
     Raises:
         CompositionError: two policies supply the same facet or were calibrated with different
-            models, one supplies no facet, one plans chunks of prompts and another sorts into tiers,
-            or the number of tiers of the selector differs from the number of formats.
+            models, one supplies no facet, one plans chunks of prompts and another sorts into tiers
+            or merges, one drops tokens at decode steps and another merges, a policy that merges
+            for another has a budget of its own, or the number of tiers of the selector differs from
+            the number of formats.
     """
     parts = [q for p in policies for q in (p.parts if isinstance(p, Composed) else (p,))]
     if not parts:
@@ -100,6 +105,9 @@ def _get_along(parts: list[KVPolicy]) -> bool:
     """Whether one part evicts, after prompts and plans, and the other sorts the kept tokens."""
     if len(parts) != 2:
         return False
+    if [_merges(part) for part in parts].count(True) == 1:
+        merger, other = sorted(parts, key=_merges, reverse=True)
+        return _expect_merged(merger, other)
     for part in parts if any(map(_sorts, parts)) else ():
         if part.selector is not None and complete(part.selector).plans_chunks:
             raise CompositionError(
@@ -112,6 +120,35 @@ def _get_along(parts: list[KVPolicy]) -> bool:
     )
 
 
+def _expect_merged(merger: KVPolicy, other: KVPolicy) -> bool:
+    """Return True if one part merges what plans of the other drop.
+
+    Raises:
+        CompositionError: the other drops tokens without a plan of a whole sequence, or the merger
+            has a budget, which has no effect.
+    """
+    assert other.selector is not None
+    selector = complete(other.selector)
+    drops = "after each chunk of a prompt" if selector.plans_chunks else "at decode steps"
+    if selector.plans_chunks or selector.decode == "step":
+        raise CompositionError(
+            f"{merger} merges tokens that a plan of a whole sequence drops, but {other} drops "
+            f"tokens {drops}; omit one of the two"
+        )
+    if isinstance(merger, Part):
+        own = {parameter.name: parameter.default for parameter in merger.parameters()}
+        for name in merger.amounts:
+            if str(getattr(merger, name)) != own[name]:
+                raise CompositionError(
+                    f"{merger} merges what {other} drops, so its own {name} has no effect; omit it"
+                )
+    return True
+
+
+def _merges(part: KVPolicy) -> bool:
+    return part.selector is not None and complete(part.selector).merge is not None
+
+
 def _sorts(part: KVPolicy) -> bool:
     return part.selector is not None and complete(part.selector).tiers > 1
 
@@ -119,13 +156,15 @@ def _sorts(part: KVPolicy) -> bool:
 def _together(selectors: list[Selector]) -> Selector | None:
     if len(selectors) < 2:
         return selectors[0] if selectors else None
-    evictor, sorter = sorted(selectors, key=lambda s: complete(s).tiers)
-    return SortedSelector(evictor, sorter)
+    first, second = sorted(map(complete, selectors), key=lambda s: (s.tiers, s.merge is not None))
+    if second.tiers == 1 or (second.merge is not None and first.merge is None):
+        return MergedSelector(first, second)
+    return SortedSelector(first.selector, second.selector)
 
 
 def _order(part: KVPolicy) -> tuple[int, bool]:
     first = next(i for i, facet in enumerate(FACETS) if getattr(part, facet) is not None)
-    return first, _sorts(part)
+    return first, _sorts(part) or _merges(part)
 
 
 def _check_tiers(joined: KVPolicy, parts: list[KVPolicy]) -> None:

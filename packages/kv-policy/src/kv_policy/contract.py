@@ -121,6 +121,47 @@ class PlanView:
 
 
 @dataclass(frozen=True, slots=True)
+class MergeView:
+    """One layer's tokens that a plan keeps or drops, ordered by position, as `merge` sees them.
+
+    Sequences are those that are planned; heads with fewer tokens are padded at the end. Tokens of
+    the raw window are not in the view. Vectors are those that are stored, in float32: coordinates,
+    if there is a basis.
+    """
+
+    layer: Int[Tensor, " B"]
+    shape: CacheShape
+    position: Int[Tensor, "B H L"]  # -1: empty slot
+    kept: Bool[Tensor, "B H L"]  # by the plan; the other tokens are dropped
+    score: Float[Tensor, "B H L"]  # the stored scores
+    length: Int[Tensor, " B"]  # tokens seen so far
+    threshold: Float[Tensor, "B H"]  # of the head's last merge; 0 before the first
+    keys: Float[Tensor, "B H L D"]
+    values: Float[Tensor, "B H L Dv"]
+
+    @property
+    def dropped(self) -> Bool[Tensor, "B H L"]:
+        """The tokens that the plan drops."""
+        return (self.position >= 0) & ~self.kept
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """Where the vectors of dropped tokens go: into up to M kept tokens of their head each.
+
+    A kept token's vectors become `own` times themselves plus, for each dropped token that targets
+    it, `weight` times that token's. Its score, its position and its tier stay. Tokens whose vectors
+    do not change keep their bytes, as do all in heads that drop no token.
+    """
+
+    target: Int[Tensor, "B H L M"]  # index of a kept token; any where the weight is 0
+    weight: Float[Tensor, "B H L M"]  # of dropped tokens; those of others are ignored
+    own: Float[Tensor, "B H L"] | None = None  # of kept tokens; None: 1
+    threshold: Float[Tensor, "B H"] | None = None  # for the head's next merge; None: as before
+    keys: bool = True  # whether keys are merged as values are
+
+
+@dataclass(frozen=True, slots=True)
 class StepView:
     """A decode step: one candidate per head, and the weakest stored token of each tier."""
 

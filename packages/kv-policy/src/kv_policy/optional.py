@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kv_policy.budget import Budget
-from kv_policy.contract import LayerView, PlanView, Step, StepView, VectorName
+from kv_policy.contract import LayerView, Merge, MergeView, PlanView, Step, StepView, VectorName
 from kv_policy.lifecycle import Observe, Replan, Replay, Running
 
 
@@ -136,6 +136,20 @@ class Rescoring(Protocol):
         that are planned: their tokens, the stored scores and the vectors in `reads`. The result is
         `PlanView.score` of that plan alone. It is not stored: `score`, `running` and `step` go on
         with the stored scores.
+        """
+        ...
+
+
+@runtime_checkable
+class Merging(Protocol):
+    """Merges the vectors of dropped tokens into kept ones."""
+
+    def merge(self, view: MergeView) -> Merge:
+        """Return the targets and weights of the tokens that a plan drops.
+
+        Called after every plan that drops tokens, of a prompt or again in decoding, with one layer
+        of the sequences that are planned. Steps would drop tokens without it, and chunks of a
+        prompt would attend to merged tokens: a selector that merges has neither.
         """
         ...
 

@@ -13,6 +13,8 @@ from kv_policy.complete import CompleteSelector, complete
 from kv_policy.contract import (
     DROP,
     LayerView,
+    Merge,
+    MergeView,
     PlanView,
     Selector,
     Step,
@@ -93,6 +95,11 @@ class SortedSelector:
     def rescore(self) -> Callable[[LayerView], Float[Tensor, "B H L"]] | None:
         """The evictor's, for its plan; the sorter plans by the stored scores, as its steps do."""
         return self._evictor.rescore
+
+    @property
+    def merge(self) -> Callable[[MergeView], Merge] | None:
+        """The evictor's, as its plan drops tokens."""
+        return self._evictor.merge
 
     @property
     def scope(self) -> Literal["layer", "model"]:

@@ -109,6 +109,7 @@ class PolicyCache:
         checks.check_reads(policy, shape, heads, folded)
         self.layout = Layout.of(policy, shape, self.bases, page_tokens)
         checks.check_replay(policy, replays, len(self.layout.shapes))
+        checks.check_merge(policy, shape, [each.format for each in self.layout.pages[0]])
         self._budgets = tuple(budgets) if budgets is not None else None
         checks.check_budgets(policy, self._budgets)
         self.backend = checked_backend(

@@ -5,7 +5,7 @@ from typing import NoReturn
 
 from torch import Tensor
 
-from kv_policy import Budget, CacheShape, HeadBasis, KVPolicy, Replay, complete
+from kv_policy import Budget, CacheShape, HeadBasis, KVPolicy, Replay, TokenFormat, complete
 from kv_runtime.bases import Folded
 from kv_runtime.batch import Batch
 from kv_runtime.shared_layer import SharedLayer
@@ -60,6 +60,28 @@ def check_basis(policy: KVPolicy, shape: CacheShape) -> None:
             f"{policy} projects keys and values by a basis each, but this model has latent "
             "attention (MLA), whose token is one vector that is both: it is stored once, as the "
             "model computes it; use a policy without a basis, such as snapkv or k8v4"
+        )
+
+
+def check_merge(policy: KVPolicy, shape: CacheShape, formats: Sequence[TokenFormat]) -> None:
+    """Raise if a policy merges tokens whose vectors cannot be changed one by one.
+
+    Raises:
+        ValueError: tokens are encoded together, or a token is one vector, both key and value.
+    """
+    if policy.selector is None or complete(policy.selector).merge is None:
+        return
+    if shape.value_in_key:
+        raise ValueError(
+            f"{policy} merges the keys and the values of tokens, but this model has latent "
+            "attention (MLA), whose token is one vector that is both; use a policy that drops "
+            "tokens, such as snapkv"
+        )
+    if any(form.block > 1 for form in formats):
+        raise ValueError(
+            f"{policy} merges tokens that are dropped into others, but its format encodes several "
+            "tokens together, of which one cannot be changed; use a format of single tokens, such "
+            "as k8v4 without keys=channel, or a policy that drops tokens, such as snapkv"
         )
 
 

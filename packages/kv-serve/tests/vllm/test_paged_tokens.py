@@ -21,6 +21,7 @@ POLICIES = (
     "snapkv:budget=24,window=8+k8v4",
     "expected-attention:budget=24",
     "r-kv:budget=24,window=8,every=5",
+    "d2o:budget=24,every=5+k8v4",
     "leankv",
     "k4v4:keys=channel,block=16,window=16",
     "zack:file={},rate=0.4",

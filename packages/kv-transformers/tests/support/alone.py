@@ -26,6 +26,9 @@ POLICIES: Final = (
     "cake:budget=10,window=4,pool=3",
     "keydiff:budget=8",
     "r-kv:budget=10,window=4,pool=3,every=3",
+    "d2o:budget=10,every=3",
+    "cam:budget=10,targets=3,every=3",
+    "snapkv:budget=10,window=4+kvmerger+k8v4",
     "lagkv:budget=8,sinks=1,lag=3",
     "expected-attention:budget=10",
 )

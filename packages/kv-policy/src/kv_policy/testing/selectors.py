@@ -15,6 +15,8 @@ from kv_policy.contract import (
     NOBODY,
     Capabilities,
     LayerView,
+    Merge,
+    MergeView,
     Selector,
     Step,
     StepView,
@@ -44,7 +46,9 @@ def check_selector(of: Selector, able: Capabilities, shape: CacheShape) -> None:
     for seed, stored in enumerate((0.0, 0.5, 0.9)):
         tokens = after_prompt(selector, shape, stored, seed)
         score = _check_scores(selector, able, tokens)
-        _check_plan(selector, able, tokens, score, _check_rescore(selector, able, tokens, score))
+        rescored = _check_rescore(selector, able, tokens, score)
+        _check_plan(selector, able, tokens, score, rescored)
+        _check_merge(selector, able, tokens, score, seed)
     arriving = while_decoding(selector, shape, seed=3)
     check_running(selector, arriving)
     if selector.decode == "step" or selector.observe.generated:
@@ -343,6 +347,72 @@ def _check_plan(
         law(equal(_plans(selector, part, pick(score)), pick(plan)), f"plans {sentence}")
     if selector.plans_chunks:
         _check_chunk(selector, tokens, score)
+
+
+def _check_merge(
+    selector: CompleteSelector,
+    able: Capabilities,
+    tokens: DrawnTokens,
+    score: Float[Tensor, "N B H L"],
+    seed: int,
+) -> None:
+    """Check the merges of what a plan drops: targets, weights, purity and independence."""
+    if selector.merge is None:
+        return
+    kept = _plans(selector, tokens, score) != DROP
+    for layer in range(tokens.shape.layers):
+        view = tokens.merge(layer, score, kept, seed)
+        before = copy.deepcopy(view)
+        answer = _merged(selector, view)
+        for field in dataclasses.fields(view):
+            old, new = getattr(before, field.name), getattr(view, field.name)
+            same = not isinstance(old, Tensor) or equal(old, new)
+            law(same, f"merge changed the view's {field.name}")
+        again = _merged(selector, view)
+        for field in dataclasses.fields(answer):
+            one, other = getattr(answer, field.name), getattr(again, field.name)
+            same = equal(one, other) if isinstance(one, Tensor) else one == other
+            law(same, f"merge gives another {field.name} on a second call")
+        whole = _weights(view, answer)
+        for sequences, heads, sentence in _parts(tokens, able):
+            part, pick = tokens.cut(sequences, heads)
+            mine = part.merge(layer, pick(score), pick(kept), seed)
+            most = mine.position.shape[-1]
+            cut = whole[sequences][:, heads, :most, :most]
+            close = torch.isclose(_weights(mine, _merged(selector, mine)), cut, atol=1e-5)
+            law(bool(close.all()), f"merges {sentence}")
+
+
+def _merged(selector: CompleteSelector, view: MergeView) -> Merge:
+    assert selector.merge is not None
+    answer = works("merge failed", selector.merge, view)
+    law(isinstance(answer, Merge), f"merge returns {answer!r}; it must return a Merge")
+    shape = tuple(view.position.shape)
+    law(
+        answer.target.shape == answer.weight.shape and answer.target.shape[:-1] == shape,
+        f"merge returns targets and weights of {tuple(answer.target.shape)} and "
+        f"{tuple(answer.weight.shape)}; both must be of {shape} and the targets of a token",
+    )
+    used = (answer.weight != 0) & view.dropped[..., None]
+    inside = (answer.target >= 0) & (answer.target < shape[-1])
+    place = answer.target.long().where(inside, 0)
+    held = view.kept[..., None].expand_as(place).gather(2, place) & inside
+    law(not (used & ~held).any(), "merge targets a token that is not kept")
+    numbers = [answer.weight[used]]
+    numbers += [] if answer.own is None else [answer.own[view.kept]]
+    numbers += [] if answer.threshold is None else [answer.threshold]
+    law(all(bool(x.isfinite().all()) for x in numbers), "merge returns a number that is not finite")
+    return answer
+
+
+def _weights(view: MergeView, answer: Merge) -> Float[Tensor, "B H L L"]:
+    """Return by how much each token's vectors are in each kept token's."""
+    held = view.kept.float()
+    own = held if answer.own is None else answer.own.float().where(view.kept, 0)
+    whole = torch.diag_embed(own)
+    weight = answer.weight.float() * view.dropped[..., None]
+    place = answer.target.long().where(weight != 0, 0)
+    return whole.scatter_add(-1, place, weight)
 
 
 def _check_chunk(

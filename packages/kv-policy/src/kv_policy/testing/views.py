@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
 from kv_policy.complete import CompleteSelector
-from kv_policy.contract import DROP, FRESH, LayerView, PlanView, Queries, StepView
+from kv_policy.contract import DROP, FRESH, LayerView, MergeView, PlanView, Queries, StepView
 from kv_policy.lifecycle import Observe
 from kv_policy.shape import CacheShape
 
@@ -121,6 +121,41 @@ class DrawnTokens:
                 None if stored_score is None else stored_score[layers].masked_fill(empty, torch.nan)
             ),
             page=self.page,
+        )
+
+    def merge(
+        self,
+        layer: int,
+        score: Float[Tensor, "N B H L"],
+        kept: Bool[Tensor, "N B H L"],
+        seed: int,
+    ) -> MergeView:
+        """Return the `merge` view of a layer, with drawn vectors if the method reads none.
+
+        The score of empty slots is NaN. Drawn vectors depend on head and position alone.
+        """
+        position = self.position[layer]
+        empty = position < 0
+
+        def vectors(x: Tensor | None, dim: int, salt: int) -> Float[Tensor, "B H L D"]:
+            if x is not None:
+                return x[layer].masked_fill(empty[..., None], 0)
+            generator = torch.Generator().manual_seed(1000 * seed + salt)
+            heads = self.shape.first_head + self.shape.kv_heads
+            table = torch.randn(heads, 4096, dim, generator=generator)
+            head = torch.arange(self.shape.first_head, heads)[:, None]
+            return table[head, position.clamp(min=0) % 4096].masked_fill(empty[..., None], 0)
+
+        return MergeView(
+            layer=torch.full_like(self.length, layer),
+            shape=self.shape,
+            position=position,
+            kept=kept[layer],
+            score=score[layer].masked_fill(empty, torch.nan),
+            length=self.length,
+            threshold=0.2 * position[..., 0].clamp(0, 1).float(),
+            keys=vectors(self.keys, self.shape.key_dim, 0),
+            values=vectors(self.values, self.shape.value_dim, 1),
         )
 
     def newest(self) -> "DrawnTokens":

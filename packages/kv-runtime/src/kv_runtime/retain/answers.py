@@ -4,7 +4,15 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kv_policy import CompleteSelector, LayerView, Part, PlanView, Selector
+from kv_policy import (
+    CompleteSelector,
+    LayerView,
+    Merge,
+    MergeView,
+    Part,
+    PlanView,
+    Selector,
+)
 
 
 def expect_scores(
@@ -60,6 +68,53 @@ def expect_plan(selector: Selector, view: PlanView, given: object) -> Tensor:
         f"{_called(selector)} planned from layer {view.first_layer} on with {_kind(given)}; "
         f"plan(view) returns uint8 of the shape of view.position, {shape}: a tier, or DROP"
     )
+
+
+def expect_merge(selector: Selector, view: MergeView, given: object) -> Merge:
+    """Return a merge, whose targets must be kept tokens and whose weights numbers.
+
+    Synchronizes with the device, as plans do.
+
+    Raises:
+        ValueError: the type, a dtype or a shape is wrong, a target is no kept token of the view, or
+            a weight is NaN or infinite.
+    """
+    shape, where = tuple(view.position.shape), f"{_called(selector)} merged layer"
+    where = f"{where} {int(view.layer[0])}"
+    if not isinstance(given, Merge):
+        raise ValueError(f"{where} with {_kind(given)}; merge(view) returns a Merge")
+    for name, x, wanted in (
+        ("target", given.target, (*shape, given.weight.shape[-1])),
+        ("weight", given.weight, (*shape, given.weight.shape[-1])),
+        ("own", given.own, shape),
+        ("threshold", given.threshold, shape[:2]),
+    ):
+        if x is None:
+            continue
+        kind = x.is_floating_point() != (name == "target")
+        if tuple(x.shape) != wanted or not kind:
+            raise ValueError(
+                f"{where} with {name} {_kind(x)}; it must be "
+                f"{'integers' if name == 'target' else 'floats'} of shape {wanted}"
+            )
+    used = (given.weight != 0) & view.dropped[..., None]
+    inside = (given.target >= 0) & (given.target < shape[-1])
+    place = given.target.long().where(inside, 0)
+    kept = view.kept[..., None].expand_as(place).gather(2, place) & inside
+    numbers = [given.weight.where(used, 0)]
+    numbers += [] if given.own is None else [given.own.where(view.kept, 1)]
+    numbers += [] if given.threshold is None else [given.threshold]
+    if bool((used & ~kept).any()):
+        raise ValueError(
+            f"{where} into a token that is not kept; a target is the index of a kept token of the "
+            "same head, or the weight is 0"
+        )
+    if not all(bool(x.isfinite().all()) for x in numbers):
+        raise ValueError(
+            f"{where} with weights or thresholds that are not finite; it may divide by a sum that "
+            "is 0. Nothing was merged by them"
+        )
+    return given
 
 
 def lacks_numbers(view: LayerView, score: Float[Tensor, "B H L"]) -> Bool[Tensor, ""]:

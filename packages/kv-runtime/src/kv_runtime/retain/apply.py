@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kv_policy import DROP, FRESH
 from kv_runtime.batch import Batch, Pass, flat
+from kv_runtime.retain.merging import Changed
 from kv_runtime.retain.planning import Group, Scored
 
 
@@ -48,14 +49,26 @@ def enter(
     fresh: tuple[Float[Tensor, "B H L D"], Float[Tensor, "B H L Dv"]],
     scored: Scored,
     plan: Sequence[UInt8[Tensor, "B H _"]],
+    changed: Sequence[Changed] = (),
+    rows: Int[Tensor, " R"] | None = None,
 ) -> None:
-    """Append tokens that leave the window to their tiers, and write the rest to the window."""
+    """Append tokens that leave the window to their tiers, and write the rest to the window.
+
+    `changed` are the tokens of the groups, of the sequences `rows`, that have other vectors.
+    """
     raw, (new_key, new_value) = batch.held_window, fresh
     keys = [new_key] if raw is None else [raw.keys(layer), new_key]
     values = [new_value] if raw is None else [raw.values(layer), new_value]
     scores = scored.split(scored.score)
     loose = [i for i, g in enumerate(scored.groups) if g.tier == FRESH]
-    key, value = flat(torch.cat(keys, 2)), flat(torch.cat(values, 2))
+    key, value = torch.cat(keys, 2), torch.cat(values, 2)
+    if changed:
+        assert rows is not None  # given with them
+        first = 0
+        for i, old in zip(loose, keys, strict=True):
+            changed[i].put(key, value, rows, first)
+            first += old.shape[2]
+    key, value = flat(key), flat(value)
     tier = flat(torch.cat([plan[i] for i in loose], -1))
     score = flat(torch.cat([scores[i] for i in loose], -1))
     position = flat(torch.cat([scored.groups[i].position for i in loose], -1)).int()

@@ -100,6 +100,18 @@ class Scored:
         groups = tuple(group.of(rows, vectors=True) for group in self.groups)
         return Scored(groups, order, self.position[rows], self.score[rows])
 
+    def joined(self, parts: list[Tensor]) -> Tensor:
+        """Concatenate what each group has of its tokens, in this order."""
+        return _joined(self.order, parts)
+
+    def split_vectors(self, x: Float[Tensor, "B H L D"]) -> list[Float[Tensor, "B H _ D"]]:
+        """Split vectors in this order by group."""
+        sizes = [g.position.shape[-1] for g in self.groups]
+        if self.order is not None:
+            order = self.order[..., None].expand_as(x)
+            x = torch.empty_like(x).scatter_(-2, order, x)
+        return list(x.split(sizes, -2))
+
     def split(self, x: Tensor) -> list[Tensor]:
         """Split a result in this order by group."""
         sizes = [g.position.shape[-1] for g in self.groups]

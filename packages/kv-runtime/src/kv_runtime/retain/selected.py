@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
 from kv_attention import Attended
@@ -19,6 +19,7 @@ from kv_runtime.retain.budgets import resolved
 from kv_runtime.retain.careful import Careful
 from kv_runtime.retain.decode import step
 from kv_runtime.retain.keep_all import KeepAll
+from kv_runtime.retain.merging import Changed, merged, with_vectors
 from kv_runtime.retain.planning import Scored, plan_layers
 from kv_runtime.retain.plans import Plans
 from kv_runtime.retain.replan import replan
@@ -275,7 +276,8 @@ class KeepSelected:
         self.tally.plans += 1
 
     def _replan(self, batch: Batch, sequences: list[int], budget: Int[Tensor, " B"]) -> None:
-        tier_thresholds = replan(self.selector, batch, sequences, budget)
+        last = None if self.selector.merge is None else self._merge_thresholds(batch)
+        tier_thresholds = replan(self.selector, batch, sequences, budget, last)
         if tier_thresholds is not None:
             rows = torch.tensor(sequences, dtype=torch.long, device=tier_thresholds.device)
             self._keep_thresholds(batch, slice(None), rows, tier_thresholds)
@@ -411,15 +413,62 @@ class KeepSelected:
             self._keep_thresholds(batch, slice(first, first + len(arrivals)), due, tier_thresholds)
         held = batch.pool.used
         # All layers free pages before any takes some: the pages in use never exceed what is kept.
+        changed: list[Sequence[Changed]] = [()] * len(plans)
         for i, plan in enumerate(plans):
+            if self.selector.merge is not None and self._planned:
+                fresh = arrivals[i].key, arrivals[i].value
+                changed[i] = self._merge(batch, first + i, fresh, scored[i], plan, now.total)
             table_rows = batch.table_rows(slice(first + i, first + i + 1))
             restack(batch, table_rows, scored[i].groups, plan)
+        rows = torch.tensor(self._planned, dtype=torch.long, device=now.total.device)
         for i, (arrival, plan) in enumerate(zip(arrivals, plans, strict=True)):
-            enter(batch, now, first + i, (arrival.key, arrival.value), scored[i], plan)
+            vectors = arrival.key, arrival.value
+            enter(batch, now, first + i, vectors, scored[i], plan, changed[i], rows)
         if first == 0 and batch.pool.grows and self.selector.budget is None:
             # Other layers need about as much, and growing once is cheaper than growing repeatedly.
             each = max(0, batch.pool.used - held) // len(arrivals)
             batch.pool.reserve(each * (batch.shape.layers - len(arrivals)))
+
+    def _merge(
+        self,
+        batch: Batch,
+        layer: int,
+        fresh: tuple[Float[Tensor, "B H L D"], Float[Tensor, "B H L Dv"]],
+        scored: Scored,
+        plan: Sequence[UInt8[Tensor, "B H _"]],
+        length: Int[Tensor, " B"],
+    ) -> Sequence[Changed]:
+        """Merge the tokens of a layer that are dropped after prompts into kept ones.
+
+        Stored ones are rewritten; the result has all that change, by group.
+        """
+        rows = torch.tensor(self._planned, dtype=torch.long, device=length.device)
+        where, scores = slice(layer, layer + 1), scored.split(scored.score)
+        groups = [replace(g, score=s) for g, s in zip(scored.groups, scores, strict=True)]
+        raw = batch.held_window
+        loose = [] if raw is None else [(raw.keys(layer)[rows], raw.values(layer)[rows])]
+        loose.append((fresh[0][rows], fresh[1][rows]))
+        groups = with_vectors(batch, layer, groups, rows, loose)
+        found, threshold = merged(
+            self.selector,
+            batch,
+            layer,
+            groups,
+            [part[rows] for part in plan],
+            length[rows],
+            self._merge_thresholds(batch)[layer][rows],
+        )
+        each = threshold.expand(self.selector.tiers, 1, -1, -1)
+        self._keep_thresholds(batch, where, rows, each)
+        for group, change in zip(groups, found, strict=False):
+            change.write(group, batch.table_rows(where, rows))
+        return found
+
+    def _merge_thresholds(self, batch: Batch) -> Float[Tensor, "N B H"]:
+        """Return the thresholds of the last merges; 0 before the first."""
+        if self._thresholds is None:
+            return torch.zeros(batch.stores[0].length.shape, device=batch.seen.device)
+        return self._thresholds[0]
 
     def _keep_thresholds(
         self, batch: Batch, layers: slice, due: Int[Tensor, " D"] | None, tier_thresholds: Tensor
