@@ -174,6 +174,43 @@ class Bases:
             return basis.undo(out)
         return out if "values" in self.folded else _to_width(out, value_dim)
 
+    def rows(
+        self,
+        layer: int,
+        query: Float[Tensor, "n Q D"],
+        key: Float[Tensor, "n H D"],
+        value: Float[Tensor, "n H Dv"],
+        output: Float[Tensor, "n Q Dv"],
+    ) -> tuple[
+        Float[Tensor, "n Q R"],
+        Float[Tensor, "n H R"],
+        Float[Tensor, "n H Rv"],
+        Float[Tensor, "n Q Rv"],
+    ]:
+        """Project one token of each sequence, and return where attention writes coordinates.
+
+        KV heads are stored singly, with equal ranks. The output is that of the engine as far as
+        nothing is projected back.
+        """
+        grouped = query.unflatten(1, (key.shape[1], -1))[..., None, :]
+        q = self.queries(layer, grouped).squeeze(3).flatten(1, 2)
+        k = self.keys(layer, key[:, :, None]).squeeze(2)
+        width = self.stored.value_dim
+        if self.value_maps[layer] is None:
+            return q, k, value[..., :width], output[..., :width]
+        v = self.values(layer, value[:, :, None]).squeeze(2)
+        return q, k, v, output.new_empty(*output.shape[:2], width)
+
+    def finish_rows(
+        self, layer: int, found: Float[Tensor, "n Q Rv"], output: Float[Tensor, "n Q Dv"]
+    ) -> None:
+        """Write attention in coordinates, which `rows` gave the place of, to the output."""
+        if self.value_maps[layer] is None:
+            output[..., self.stored.value_dim :] = 0
+            return
+        grouped = found.unflatten(1, (self.stored.kv_heads, -1))[..., None, :]
+        output.copy_(self.undone(layer, grouped, output.shape[2]).squeeze(3).flatten(1, 2))
+
 
 def by_stored_head(
     query: Float[Tensor, "B H2 G2 L R"], sinks: Float[Tensor, "H G"] | None
