@@ -28,7 +28,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from kv_policy import FoldsValues, parse
+from kv_policy import Capabilities, FoldsValues, parse
 from kv_transformers import CompressedCache, Fold, ModelError, passing
 from kv_transformers import checkpoint as module
 from kv_transformers.checkpoint import write_folded
@@ -84,12 +84,21 @@ MODELS: dict[str, PreTrainedConfig] = {
     "qwen3, norms of queries and keys": Qwen3Config(**SIZES, head_dim=10),
     "gemma, heads of another width": GemmaConfig(**SIZES, head_dim=10),
     "gemma2, windows between": Gemma2Config(**SIZES, head_dim=10, sliding_window=8),
-    "cohere2, windows between": Cohere2Config(**SIZES, sliding_window=8),
+    "cohere2, windows between": Cohere2Config(
+        **SIZES,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
     "mixtral": MixtralConfig(**SIZES, num_local_experts=2, num_experts_per_tok=1),
     "opt": OPT,
 }
 LLAMA = "llama, groups of 2"
 RAGGED = "rate=0.3,multiple=1"
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return the dtype in which a model is compared; experts are not computed in float64."""
+    return torch.float32 if name == "mixtral" else torch.float64
 
 
 def write(config: PreTrainedConfig, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
@@ -125,7 +134,7 @@ def made(tmp_path_factory) -> Callable[[str], tuple[Path, str, Path]]:
     def found(name: str) -> tuple[Path, str, Path]:
         if name not in known:
             root = tmp_path_factory.mktemp("folded")
-            source = write(MODELS[name], root / "model", torch.float64)
+            source = write(MODELS[name], root / "model", dtype_of(name))
             policy = f"zack:file={write_statistics(source, root / 'zack')},{RAGGED}"
             write_folded(str(source), parse(policy), root / "out")
             known[name] = source, policy, root / "out"
@@ -145,8 +154,9 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", MODELS)
 def test_it_computes_what_the_model_computes(made, name: str) -> None:
     source, _, out = made(name)
-    want, found = logits(load(source)), logits(load(out))
-    assert float((found - want).norm() / want.norm()) < 1e-12
+    dtype = dtype_of(name)
+    want, found = logits(load(source, dtype)), logits(load(out, dtype))
+    assert float((found - want).norm() / want.norm()) < 4000 * torch.finfo(dtype).eps
     before, after = tensors(source), tensors(out)
     assert before.keys() == after.keys()
     changed = {n for n, x in before.items() if not torch.equal(x, after[n])}
@@ -385,7 +395,7 @@ def test_other_value_paths_are_refused(name: str, tmp_path: Path) -> None:
 class Stub:
     """A policy with a basis of any model, for those that no statistics can be written of."""
 
-    selector, formats = None, None
+    selector, formats, capabilities = None, None, Capabilities()
 
     def __init__(self, fitted_to: str) -> None:
         self.fitted_to, self.basis = fitted_to, self
@@ -416,7 +426,7 @@ def test_shared_projections_are_refused(made, tmp_path: Path, monkeypatch, attri
         return model
 
     monkeypatch.setattr(module, "load_weights", shared)
-    with pytest.raises(UnsupportedModelError, match="modules share them"):
+    with pytest.raises(UnsupportedModelError, match=r"share \d parameters that a basis changes"):
         write_folded(str(source), parse(policy), tmp_path / "out")
 
 

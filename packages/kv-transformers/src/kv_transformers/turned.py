@@ -146,10 +146,10 @@ def _expect_sizes(v: nn.Linear, o: nn.Linear, shape: CacheShape, layer: int) -> 
 def _expect_single(model: "PreTrainedModel", found: Sequence[Turned]) -> None:
     """Raise if a parameter that changes is also that of another module."""
     mine = {id(each.own) for each in found}
-    used = [name for name, own in model.named_parameters(remove_duplicate=False) if id(own) in mine]
-    if len(used) != len(found):
+    uses = sum(id(own) in mine for _, own in model.named_parameters(remove_duplicate=False))
+    if not len(mine) == len(found) == uses:
         raise UnsupportedModelError(
-            f"{type(model).__name__} has {len(found)} parameters that a basis changes under "
-            f"{len(used)} names, so modules share them, and each would need a basis of its own; "
-            "use the policy's cache without folding"
+            f"modules of {type(model).__name__} share {len(mine)} parameters that a basis changes, "
+            f"used in {uses} places, and each would need a basis of its own; use the policy's "
+            "cache without folding"
         )
