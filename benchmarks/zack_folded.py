@@ -64,9 +64,9 @@ def loaded(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 @torch.inference_mode()
 def by_transformers(folder: Path, dtype: torch.dtype, prompts: Sequence[list[int]]) -> Tensor:
-    """The logits of all tokens of prompts."""
+    """The logits of all tokens of prompts but the last, which vLLM gives apart."""
     model = loaded(folder, dtype)
-    found = [model(torch.tensor([ids])).logits[0] for ids in prompts]
+    found = [model(torch.tensor([ids])).logits[0, :-1] for ids in prompts]
     return torch.cat(found).float()
 
 

@@ -3,10 +3,11 @@
 from typing import Protocol, runtime_checkable
 
 from kv_policy.basis import HeadBasis
+from kv_policy.contract import Basis
 
 
 @runtime_checkable
-class FoldsValues(Protocol):
+class FoldsValues(Basis, Protocol):
     """A basis that truncates a rotation of values, which does not depend on the ranks.
 
     A model whose weights have the rotation computes values whose first dimensions are the stored

@@ -140,9 +140,8 @@ def _changes(
     model = load_weights(folder, name)
     shape = cache_shape(model)
     check_basis(policy, shape)
-    assert policy.basis is not None, "write_folded has checked it"
     for layer in range(shape.layers):
-        policy.basis.bind(layer, shape)  # whose errors name the sizes that differ
+        basis.bind(layer, shape)  # whose errors name the sizes that differ
     found = turned(model, basis, shape)
     changes = _by_tensor(weight_files(folder), found)
     say("comparing outputs with the basis in the weights")

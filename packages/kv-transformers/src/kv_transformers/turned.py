@@ -52,7 +52,7 @@ class Turned:
     """A parameter of a model that a value basis enters, with its name in the base model."""
 
     name: str
-    own: nn.Parameter
+    own: Tensor
     turn: Turn
 
 
@@ -110,7 +110,7 @@ def turn_checked(model: "PreTrainedModel", found: Sequence[Turned]) -> None:
             )
 
 
-def _outputs(model: "PreTrainedModel", weights: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+def _outputs(model: "PreTrainedModel", weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Run a few tokens, and return what the projections with these weights compute."""
     names = {id(weight): name for name, weight in weights.items()}
     found: dict[str, Tensor] = {}

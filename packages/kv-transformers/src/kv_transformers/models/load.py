@@ -81,7 +81,7 @@ def load_model(
             tokenizer = AutoTokenizer.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False
             )
-        model = load_weights(folder, source.name, dtype)
+        model: Any = load_weights(folder, source.name, dtype)  # whose `to` takes a model alone
         try:
             model = model.to(target)
         except torch.OutOfMemoryError as error:
