@@ -41,6 +41,6 @@ def fold(
     with refusing(ModelError, ValueError), err().status("reading the model") as status:
         mark = write_folded(model, read, out, progress=status.update)
     remark(
-        f"{out} holds the value basis {mark.basis}: `kv-serve serve {out} --policy {policy}` only "
-        "truncates values"
+        f"{out} holds the value basis {mark.basis}; under {policy}, and any other share that is "
+        "kept, its values are only truncated"
     )
