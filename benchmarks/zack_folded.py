@@ -58,7 +58,9 @@ def basis(file: Path, tokens: int) -> None:
 
 def loaded(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     """Load a checkpoint onto the CPU."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, trust_remote_code=False
+    )
     return model.eval()
 
 
