@@ -11,6 +11,7 @@ ALLOWED = {  # each with where it writes
     "packages/kv-policy/src/kv_policy/files.py": "the helper itself",
     "packages/kv-eval/src/kv_eval/evaluate/harness_tasks.py": "a temporary folder",
     "packages/kv-transformers/src/kv_transformers/models/convert.py": "a folder that is renamed",
+    "packages/kv-transformers/src/kv_transformers/checkpoint.py": "a folder that is renamed",
     "packages/kv-eval/src/kv_eval/vllm/capacity.py": "a temporary folder",
     "packages/kv-eval/src/kv_eval/calibrate/plot.py": "memory",
     "packages/kv-eval/src/kv_eval/report/picture.py": "memory",

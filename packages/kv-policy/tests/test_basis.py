@@ -2,7 +2,10 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kv_policy import HeadBasis, LayerBasis, fold_values
 
@@ -189,3 +192,35 @@ def test_only_keys_may_have_a_shift() -> None:
     assert LayerBasis(shifted).key is shifted
     with pytest.raises(ValueError, match="values have a shift; only keys may have one"):
         LayerBasis(None, shifted)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 9), st.lists(st.integers(1, 9), min_size=1, max_size=4), st.booleans())
+def test_truncation_cuts_vectors_and_pads_outputs(dim: int, found: list[int], wider: bool) -> None:
+    rank = tuple(min(each, dim) for each in found)
+    basis = HeadBasis.truncating(dim, rank)
+    if wider:
+        basis = HeadBasis(pad(basis.matrix, (0, 2)), rank)
+    assert basis.truncates
+    x = torch.randn(2, len(rank), 3, dim)
+    stored = basis.project(x)
+    for head, kept in enumerate(rank):
+        assert torch.equal(stored[:, head, :, :kept], x[:, head, :, :kept])
+        assert not stored[:, head, :, kept:].any()
+    back = basis.undo(stored[:, :, None])[:, :, 0]
+    assert torch.equal(back[..., : max(rank)], stored[..., : max(rank)])
+    assert not back[..., max(rank) :].any()
+
+
+def test_other_maps_do_not_truncate() -> None:
+    basis = HeadBasis.truncating(D, (3, 5))
+    swapped = basis.matrix.flip(1)
+    for other in (
+        HeadBasis(swapped, basis.rank),
+        HeadBasis(2 * basis.matrix, basis.rank),
+        HeadBasis(basis.matrix, basis.rank, 2 * basis.matrix),
+        HeadBasis(basis.matrix, basis.rank, shift=torch.zeros(2, D)),
+        HeadBasis(torch.eye(D).expand(2, -1, -1), (D,), together=2),
+        HeadBasis(rotations(2, D), (D, D)),
+    ):
+        assert not other.truncates

@@ -9,7 +9,7 @@ from kv_paging import PoolExhausted
 from kv_policy import Budget, LayerBasis, Rope, compose, parse
 from kv_runtime.bases import Bases
 from kv_runtime.cache import PolicyCache
-from tiered_policies import POLICIES, SHAPE, Exact, Turned
+from tiered_policies import POLICIES, SHAPE, Cut, Exact, Turned
 from tiered_world import World, one, ragged
 
 ALIKE = Turned("4", "3")
@@ -18,6 +18,8 @@ FEW = Turned("622256", "133341")  # two layers have a kind in common, one has he
 PAIRED = Turned("425", "35", paired=True)
 TOGETHER = Turned("75", "46", together=2)
 SHIFTED = Turned("6", "5", paired=True, shifted=True)  # attention is invariant to a shift
+CUT = Cut("6253", "154")
+CUT_ALIKE = Cut("4", "3")
 PAIRED_WHOLE = replace(SHIFTED, shifted=False)
 NAMES = (
     "streaming",
@@ -48,13 +50,15 @@ def test_attention_is_over_what_ragged_heads_keep(name: str) -> None:
     through(World(compose(POLICIES[name], FEW)))
 
 
-@pytest.mark.parametrize("basis", [ALIKE, RAGGED, PAIRED, TOGETHER, SHIFTED], ids=str)
+@pytest.mark.parametrize(
+    "basis", [ALIKE, RAGGED, PAIRED, TOGETHER, SHIFTED, CUT, CUT_ALIKE], ids=repr
+)
 @pytest.mark.parametrize("window", [0, 5])
 def test_attention_without_a_selector(basis: Turned, window: int) -> None:
     through(World(compose(Exact(1, window), basis)))
 
 
-@pytest.mark.parametrize("basis", [ALIKE, PAIRED, TOGETHER, SHIFTED], ids=str)
+@pytest.mark.parametrize("basis", [ALIKE, PAIRED, TOGETHER, SHIFTED, CUT, CUT_ALIKE], ids=repr)
 def test_other_bases_beside_a_selector(basis: Turned) -> None:
     through(World(compose(POLICIES["kv-compress-window"], basis)))
 
@@ -247,3 +251,37 @@ def test_caches_of_other_bases_or_with_tokens_share_no_prefill() -> None:
     ):
         with pytest.raises(ValueError, match="holds tokens cannot share a prefill"):
             pair[0].share_prefill([pair[1]])
+
+
+@pytest.mark.parametrize("basis", [CUT, CUT_ALIKE], ids=repr)
+def test_truncated_values_have_no_map(basis: Cut) -> None:
+    bases = Bases.of(basis, SHAPE, torch.device("cpu"))
+    assert bases.value_maps == (None,) * SHAPE.layers
+    value = torch.randn(2, SHAPE.kv_heads, 3, SHAPE.value_dim)
+    for layer in range(SHAPE.layers):
+        maps = basis.bind(layer, SHAPE).value
+        assert maps is not None
+        width = bases.stored.value_dim
+        assert torch.equal(
+            bases.values(layer, value)[..., : maps.matrix.shape[2]], maps.project(value)
+        )
+        out = torch.randn(2, SHAPE.kv_heads, SHAPE.group, 3, width)
+        back = bases.undone(layer, out, SHAPE.value_dim)
+        assert torch.equal(back[..., :width], out)
+        assert back.shape[-1] == SHAPE.value_dim
+        assert not back[..., width:].any()
+    turned = Bases.of(Turned(basis.key_ranks, basis.value_ranks), SHAPE, torch.device("cpu"))
+    assert bases.stored == turned.stored
+    assert bases.kinds == turned.kinds
+    assert bases.nbytes < turned.nbytes
+
+
+def test_a_model_with_a_value_basis_takes_no_other_maps_of_values() -> None:
+    folded = replace(SHAPE, folded="0123456789abcdef")
+    PolicyCache(CUT, folded)
+    PolicyCache(parse("k8v4"), folded)
+    for basis in (ALIKE, SHIFTED):
+        with pytest.raises(
+            ValueError, match="maps values, but this model's weights hold the value"
+        ):
+            PolicyCache(basis, folded)

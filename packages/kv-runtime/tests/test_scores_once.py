@@ -1,6 +1,6 @@
 """Selectors that score a token once, by the model's own key and value, when it arrives."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import pytest
@@ -24,7 +24,7 @@ from kv_policy import (
     compose,
 )
 from kv_runtime.cache import PolicyCache
-from tiered_policies import SHAPE, Exact, Turned
+from tiered_policies import SHAPE, Cut, Exact, Turned
 from tiered_world import World, one, ragged
 
 SEEN: list[tuple[int, int]] = []  # rows and columns of each view
@@ -115,6 +115,12 @@ def test_what_reads_the_models_vectors_is_refused_where_there_are_none() -> None
         )
     with pytest.raises(ValueError, match="stores 2 KV heads together"):
         PolicyCache(compose(Worthy(Budget(9)), Turned("75", "46", together=2)), SHAPE)
+    folded = replace(SHAPE, folded="0123456789abcdef")
+    with pytest.raises(
+        ValueError, match="by the model's own values, but this model's weights hold"
+    ):
+        PolicyCache(compose(Worthy(Budget(9)), Cut("4", "3")), folded)
+    PolicyCache(Worthy(Budget(9)), folded)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from torch import Tensor
 from kv_policy import KVPolicy, compose, parse
 from kv_runtime.cache import PolicyCache
 from kv_runtime.token_rows import TokenRows
-from tiered_policies import POLICIES, SHAPE, Exact, Turned
+from native import need
+from tiered_policies import POLICIES, SHAPE, Cut, Exact, Turned
 
 QUERIES = SHAPE.kv_heads * SHAPE.group
 WITHOUT_SELECTOR = {
@@ -44,9 +45,11 @@ def brought(tokens: int, g: torch.Generator) -> tuple[Tensor, tuple[Tensor, ...]
     return whole, tuple(x.unflatten(1, (n, -1)) for x, n in each)
 
 
-def answers(policy: KVPolicy, *, used_again: bool) -> list[Tensor]:
+def answers(
+    policy: KVPolicy, *, used_again: bool, cache: PolicyCache | None = None
+) -> list[Tensor]:
     """Read a prompt in two pieces and generate; what a layer was given may be gone after it."""
-    cache, g = PolicyCache(policy, SHAPE), torch.Generator().manual_seed(4)
+    cache, g = cache or PolicyCache(policy, SHAPE), torch.Generator().manual_seed(4)
     steps = [(9, True, True), (8, True, False), *([(1, False, False)] * 6)]
     found = []
     for tokens, prompt, more in steps:
@@ -69,6 +72,46 @@ def test_the_memory_of_what_a_layer_was_given_may_be_used_again_at_once(name: st
     wanted, found = (answers(policy, used_again=again) for again in (False, True))
     for here, there in zip(found, wanted, strict=True):
         assert torch.equal(here, there)
+
+
+IN_ROWS = (
+    Turned("4", "3"),
+    Turned("6", "5", paired=True),
+    Turned("6", "5", paired=True, shifted=True),
+    Cut("4", "3"),
+    Cut("6", "5"),
+)
+
+
+@pytest.mark.parametrize("more", ["raw", "snapkv:budget=9,window=4"])
+@pytest.mark.parametrize("basis", IN_ROWS, ids=repr)
+def test_coordinates_are_decoded_in_rows_as_otherwise(basis, more: str, monkeypatch) -> None:
+    need("cpu")
+    policy = compose(basis, parse(more))
+    ours, other = (PolicyCache(policy, SHAPE, backend="cpu") for _ in range(2))
+    assert ours._decode_rows is not None
+    other._decode_rows = None
+    done: list[bool] = []
+    in_rows = ours.attend_rows
+    monkeypatch.setattr(
+        ours, "attend_rows", lambda *given: done.append(in_rows(*given)) or done[-1]
+    )
+    found = answers(policy, used_again=True, cache=ours)
+    wanted = answers(policy, used_again=True, cache=other)
+    for here, there in zip(found, wanted, strict=True):
+        torch.testing.assert_close(here, there, rtol=1e-4, atol=1e-5)
+    assert done == [True] * 6 * SHAPE.layers
+    assert all(torch.equal(a, b) for a, b in zip(*map(tensors, (ours, other)), strict=True))
+
+
+def tensors(cache: PolicyCache) -> list[Tensor]:
+    return [x for _, x in sorted(cache.state().tensors.items())]
+
+
+@pytest.mark.parametrize("basis", [Turned("64", "3"), Turned("9", "9", together=2)], ids=repr)
+def test_heads_of_other_ranks_or_stored_together_are_not_decoded_in_rows(basis) -> None:
+    need("cpu")
+    assert PolicyCache(basis, SHAPE, backend="cpu")._decode_rows is None
 
 
 @settings(deadline=None, max_examples=40)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kv_policy import CacheShape, HeadBasis, Spectral, parse
+from kv_policy import CacheShape, FoldsValues, HeadBasis, Spectral, parse
 from kv_policy.testing import check_policy
 from kv_svd import KqSvd, Moments, Palu, SvdKV, ThinK, Zack, best_pair, load, rotation
 from kv_svd.ranked import Ranked
@@ -374,3 +374,45 @@ def test_statistics_of_two_models_do_not_mix(made, file: Path, tmp_path: Path) -
     other = replace(made, key=made.key * 2).write(tmp_path / "other", fingerprint="another")
     assert Zack(str(other), rate=0.3).fitted_to == "another"
     assert Zack(str(file), rate=0.3).fitted_to == "0123456789abcdef"
+
+
+def test_values_are_truncated_where_the_weights_rotate_them(made, file: Path) -> None:
+    policy = Zack(str(file), rate=0.4, multiple=1)
+    assert isinstance(policy, FoldsValues)
+    here = replace(made.shape, folded=policy.value_fingerprint)
+    for layer in range(made.shape.layers):
+        mapped, cut = policy.bind(layer, made.shape), policy.bind(layer, here)
+        assert mapped.value is not None
+        assert cut.value is not None
+        assert torch.equal(cut.key.matrix, mapped.key.matrix)
+        assert cut.value.truncates
+        assert cut.value.rank == mapped.value.rank
+        whole = policy.value_rotation(layer).matrix
+        eye = torch.eye(whole.shape[2], dtype=whole.dtype).expand(len(whole), -1, -1)
+        torch.testing.assert_close(whole.mT @ whole, eye, rtol=0, atol=1e-12)
+        # What is stored of values that the weights rotate is what the basis stores.
+        rotated = whole @ cut.value.matrix.double()
+        torch.testing.assert_close(rotated.float(), mapped.value.matrix, rtol=0, atol=1e-6)
+
+
+def test_a_fingerprint_is_of_the_values_and_not_of_the_ranks(made, file: Path, tmp_path) -> None:
+    own = Zack(str(file), rate=0.4).value_fingerprint
+    assert Zack(str(file), rate=0.1, ranks="uniform").value_fingerprint == own
+    keys = replace(made, key=made.key * 2).write(tmp_path / "keys")
+    assert Zack(str(keys), rate=0.4).value_fingerprint == own
+    values = replace(made, value=made.value.flip(-1)).write(tmp_path / "values")
+    other = Zack(str(values), rate=0.4)
+    assert other.value_fingerprint != own
+    with pytest.raises(ValueError, match=f"hold the value basis {own}, but that of"):
+        other.bind(0, replace(made.shape, folded=own))
+
+
+def test_a_shard_of_a_folded_model_is_truncated_as_in_the_whole(made, file: Path) -> None:
+    policy = Zack(str(file), rate=0.4, multiple=1)
+    here = replace(made.shape, folded=policy.value_fingerprint)
+    whole = policy.bind(1, here).value
+    shard = policy.bind(1, replace(here, first_head=2, kv_heads=2)).value
+    assert shard is not None
+    assert whole is not None
+    assert shard.rank == whole.rank[2:]
+    assert shard.truncates

@@ -42,6 +42,7 @@ from kv_policy.contract import (
     VectorName,
 )
 from kv_policy.evictor import Evictor, best, protect, whole_tokens
+from kv_policy.folding import FoldsValues
 from kv_policy.lifecycle import Observe, Replan, Replay, Running, RunningMean, RunningSum
 from kv_policy.pages import PagedTokens, PageLayout, TileCounts
 from kv_policy.part import Parameter, Part
@@ -72,6 +73,7 @@ __all__ = [
     "CompleteSelector",
     "CompositionError",
     "Evictor",
+    "FoldsValues",
     "Formats",
     "HeadBasis",
     "HeadCalibrator",

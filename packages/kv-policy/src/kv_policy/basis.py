@@ -63,6 +63,19 @@ class HeadBasis:
         if any((m.mT[past] != 0).any() for m in (self.matrix, self.dual) if m is not None):
             raise ValueError("columns past a head's rank must be zero")
 
+    @classmethod
+    def truncating(cls, dim: int, rank: tuple[int, ...]) -> "HeadBasis":
+        """Return the maps of heads that keep the first `rank` of `dim` dimensions as they are."""
+        return cls(_first(dim, max(rank), rank), rank)
+
+    @property
+    def truncates(self) -> bool:
+        """Whether a stored vector is the first dimensions of the model's, so no product is due."""
+        if self.dual is not None or self.shift is not None or self.together > 1:
+            return False
+        _, dim, width = self.matrix.shape
+        return torch.equal(self.matrix, _first(dim, width, self.rank).to(self.matrix))
+
     def project(self, x: Float[Tensor, "B H L D"]) -> Float[Tensor, "B H2 L R"]:
         """Return the coordinates of keys or values, one row per stored head."""
         if self.shift is not None:
@@ -105,6 +118,14 @@ class HeadBasis:
     def _dual_map(self) -> Float[Tensor, "*H1 D R"]:
         found = _one_if_alike(self.matrix if self.dual is None else self.dual)
         return found if found.ndim == 2 else found[:, None]
+
+
+def _first(dim: int, width: int, rank: tuple[int, ...]) -> Float[Tensor, "H D R"]:
+    """Return the identity of each head without the columns past its rank."""
+    # vLLM changes torch's default dtype and device while a model is loaded.
+    where, count = torch.device("cpu"), torch.tensor(rank, device="cpu")
+    kept = torch.arange(width, device=where) < count[:, None]
+    return torch.eye(dim, width, dtype=torch.float32, device=where) * kept[:, None]
 
 
 def _one_if_alike(matrix: Float[Tensor, "H D R"]) -> Float[Tensor, "*H D R"]:

@@ -194,6 +194,7 @@ class CacheShape:
     first_head: int = 0
     rope: Rope | Ropes | None = None  # of all layers, or per layer; None: unknown
     value_in_key: bool = False  # a value is the first dimensions of its key, which is stored once
+    folded: str | None = None  # fingerprint of the value basis in the model's weights; None: none
 
     def __post_init__(self) -> None:
         """Check that every size is positive, and that a key has the dimensions of its value."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -21,14 +21,16 @@ class Bases:
 
     Coordinates of all layers have the length of the longest, zero-padded if a head has a lower
     rank. Vectors whose basis is `folded` into the model's weights, queries together with keys, are
-    already projected and remain unchanged.
+    already projected and remain unchanged. Values whose maps only truncate, such as those of a
+    model in a folded checkpoint, have no map either: they are cut, and outputs padded with zeros.
     """
 
     key_maps: tuple[HeadBasis | None, ...]  # by layer; None: none, or folded
-    value_maps: tuple[HeadBasis | None, ...]
+    value_maps: tuple[HeadBasis | None, ...]  # the same; None: they are truncated, too
     stored: CacheShape  # stored heads, and dimensions of the longest coordinates
     key_dims: tuple[tuple[int, ...], ...]  # rank by layer and stored head
     value_dims: tuple[tuple[int, ...], ...]
+    past_rank: tuple[Bool[Tensor, "H2 1 R"] | None, ...]  # of truncated values, by layer
     folded: Folded = frozenset()
 
     @classmethod
@@ -38,9 +40,19 @@ class Bases:
         """Bind a policy's basis to a cache.
 
         Raises:
-            ValueError: layers store different numbers of heads together.
+            ValueError: layers store different numbers of heads together, or the model's weights
+                have a value basis, and this one maps values.
         """
         bound = [basis.bind(layer, shape) for layer in range(shape.layers)]
+        cut = [layer.value is not None and layer.value.truncates for layer in bound]
+        if shape.folded is not None:
+            maps = (layer.value for layer in bound)
+            if any(each is not None and not done for each, done in zip(maps, cut, strict=True)):
+                raise ValueError(
+                    f"{basis} maps values, but this model's weights hold the value basis "
+                    f"{shape.folded} already; use the zack policy that the model was folded with, "
+                    "a policy without a basis, such as k8v4, or the model as it was before"
+                )
         together = {layer.together for layer in bound}
         if len(together) > 1:
             raise ValueError(
@@ -65,7 +77,10 @@ class Bases:
 
         return cls(
             tuple(fitted(layer.key, widths[0], "keys" in folded) for layer in bound),
-            tuple(fitted(layer.value, widths[1], "values" in folded) for layer in bound),
+            tuple(
+                fitted(layer.value, widths[1], "values" in folded or done)
+                for layer, done in zip(bound, cut, strict=True)
+            ),
             replace(
                 shape,
                 kv_heads=heads,
@@ -77,6 +92,10 @@ class Bases:
             ),
             keys,
             values,
+            tuple(
+                _past(rank, widths[1], device) if done and "values" not in folded else None
+                for rank, done in zip(values, cut, strict=True)
+            ),
             folded,
         )
 
@@ -142,8 +161,9 @@ class Bases:
 
     def values(self, layer: int, value: Float[Tensor, "B H L Dv"]) -> Float[Tensor, "B H2 L R"]:
         """Project values."""
-        basis = self.value_maps[layer]
-        return _to_width(value if basis is None else basis.project(value), self.stored.value_dim)
+        basis, past = self.value_maps[layer], self.past_rank[layer]
+        found = _to_width(value if basis is None else basis.project(value), self.stored.value_dim)
+        return found if past is None else found.masked_fill(past, 0)
 
     def undone(
         self, layer: int, out: Float[Tensor, "B H2 G2 L R"], value_dim: int
@@ -152,7 +172,44 @@ class Bases:
         basis = self.value_maps[layer]
         if basis is not None:
             return basis.undo(out)
-        return out if "values" in self.folded else out[..., :value_dim]
+        return out if "values" in self.folded else _to_width(out, value_dim)
+
+    def rows(
+        self,
+        layer: int,
+        query: Float[Tensor, "n Q D"],
+        key: Float[Tensor, "n H D"],
+        value: Float[Tensor, "n H Dv"],
+        output: Float[Tensor, "n Q Dv"],
+    ) -> tuple[
+        Float[Tensor, "n Q R"],
+        Float[Tensor, "n H R"],
+        Float[Tensor, "n H Rv"],
+        Float[Tensor, "n Q Rv"],
+    ]:
+        """Project one token of each sequence, and return where attention writes coordinates.
+
+        KV heads are stored singly, with equal ranks. The output is that of the engine as far as
+        nothing is projected back.
+        """
+        grouped = query.unflatten(1, (key.shape[1], -1))[..., None, :]
+        q = self.queries(layer, grouped).squeeze(3).flatten(1, 2)
+        k = self.keys(layer, key[:, :, None]).squeeze(2)
+        width = self.stored.value_dim
+        if self.value_maps[layer] is None:
+            return q, k, value[..., :width], output[..., :width]
+        v = self.values(layer, value[:, :, None]).squeeze(2)
+        return q, k, v, output.new_empty(*output.shape[:2], width)
+
+    def finish_rows(
+        self, layer: int, found: Float[Tensor, "n Q Rv"], output: Float[Tensor, "n Q Dv"]
+    ) -> None:
+        """Write attention in coordinates, which `rows` gave the place of, to the output."""
+        if self.value_maps[layer] is None:
+            output[..., self.stored.value_dim :] = 0
+            return
+        grouped = found.unflatten(1, (self.stored.kv_heads, -1))[..., None, :]
+        output.copy_(self.undone(layer, grouped, output.shape[2]).squeeze(3).flatten(1, 2))
 
 
 def by_stored_head(
@@ -184,6 +241,14 @@ def _same(mine: HeadBasis | None, theirs: HeadBasis | None) -> bool:
 
 def _ranks(basis: HeadBasis | None, heads: int, dim: int) -> tuple[int, ...]:
     return (dim,) * heads if basis is None else basis.rank
+
+
+def _past(rank: tuple[int, ...], width: int, device: torch.device) -> Bool[Tensor, "H2 1 R"] | None:
+    """Return which coordinates are past the rank of each head; None: none of them."""
+    if min(rank) == width:
+        return None
+    found = torch.arange(width, device="cpu") >= torch.tensor(rank, device="cpu")[:, None, None]
+    return found.to(device)
 
 
 def widened(basis: HeadBasis, width: int) -> HeadBasis:

@@ -115,10 +115,21 @@ class PolicyCache:
         self.backend = checked_backend(
             self.device, backend, policy, shape, page_tokens, PolicyCache
         )
-        plain = self.bases is None and not shape.value_in_key
-        self._decode_rows = load_rows(self.backend) if plain else None
+        self._decode_rows = load_rows(self.backend) if self._in_rows else None
         self._followers: tuple[PolicyCache, ...] = ()  # empty caches that also store the next pass
         self.reset()
+
+    @property
+    def _in_rows(self) -> bool:
+        """Whether a backend may decode on an engine's rows, whose heads are those that are stored.
+
+        A selector that scores tokens once reads vectors that are not projected.
+        """
+        if self.bases is None:
+            return not self.shape.value_in_key
+        once = self.selector is not None and self.selector.scores_once
+        singly = self.bases.stored.kv_heads == self.shape.kv_heads and len(self.layout.shapes) == 1
+        return singly and not once and not self.bases.folded
 
     def share_prefill(self, others: "Sequence[PolicyCache]") -> None:
         """Store the next pass of this empty cache in other empty caches, too.
@@ -381,13 +392,19 @@ class PolicyCache:
             self._places = () if running is None else batch.window_positions()
         if self._views is None:
             return False
+        into, rows = output, slice(first, first + len(position))
+        if self.bases is not None:
+            checks.check_shift(self.policy, self.bases.key_maps[layer], softcap, sinks)
+            given = query[rows], key[rows], value[rows], output[rows]
+            query, key, value, into = self.bases.rows(layer, *given)
+            first = 0
         keys, values = (x.new_empty(len(position), x.shape[1], 1, x.shape[2]) for x in (key, value))
         result = self._decode_rows(
             RowInputs(
                 query,
                 key,
                 value,
-                output,
+                into,
                 first,
                 position,
                 self._views[layer],
@@ -402,6 +419,8 @@ class PolicyCache:
         )
         if result is None:
             return False
+        if self.bases is not None:
+            self.bases.finish_rows(layer, into, output[rows])
         self.keep(layer, keys, values, result)
         return True
 

@@ -28,6 +28,17 @@ def check_reads(policy: KVPolicy, shape: CacheShape, heads: int, folded: Folded)
             f"into the model's projections, which compute coordinates ({', '.join(sorted(folded))})"
             "; restore the model, or use a policy that scores tokens by attention, such as snapkv"
         )
+    if (
+        selector.scores_once
+        and shape.folded is not None
+        and policy.basis is not None
+        and "values" in selector.reads
+    ):
+        raise ValueError(
+            f"{policy} scores tokens by the model's own values, but this model's weights hold the "
+            "value basis, so it computes coordinates; use the model as it was before, or a policy "
+            "that scores tokens by attention, such as snapkv"
+        )
     if selector.scores_once and heads != shape.kv_heads:
         raise ValueError(
             f"{policy} scores the tokens of each KV head, but its basis stores "

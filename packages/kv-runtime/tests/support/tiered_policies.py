@@ -207,6 +207,16 @@ class Turned(Part):
         return HeadBasis(first, rank, second if self.paired else None, self.together)
 
 
+@dataclass(frozen=True)
+class Cut(Turned):
+    """A basis of keys beside values that are only truncated, as in a folded checkpoint."""
+
+    def bind(self, layer: int, shape: CacheShape) -> LayerBasis:
+        found = super().bind(layer, shape)
+        assert found.value is not None
+        return LayerBasis(found.key, HeadBasis.truncating(shape.value_dim, found.value.rank))
+
+
 POLICIES: Final[dict[str, KVPolicy]] = {
     "streaming": parse("streaming:budget=12,sinks=2"),
     "streaming-window": compose(parse("streaming:budget=12,sinks=2"), Exact(1, 5)),

@@ -61,27 +61,10 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def statistics(weights: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return a file of noise statistics for fitting a basis to those weights."""
-    import torch
-    from transformers import AutoModelForCausalLM
+    from noise_statistics import write_statistics
 
-    from kv_policy import Calibrated
-    from kv_svd import Calibration
-    from kv_transformers import cache_shape
-    from kv_transformers.models.folder import fingerprint
-
-    made = AutoModelForCausalLM.from_pretrained(weights)
-    shape = cache_shape(made)
-    found = Calibration(shape, torch.stack([x.self_attn.o_proj.weight for x in made.model.layers]))
-    draw = torch.Generator().manual_seed(0)
-    for layer in range(shape.layers):
-        query = torch.randn(1, shape.kv_heads, shape.group, 300, shape.key_dim, generator=draw)
-        key = torch.randn(1, shape.kv_heads, 300, shape.key_dim, generator=draw)
-        value = torch.randn(1, shape.kv_heads, 300, shape.value_dim, generator=draw)
-        found.see(layer, query, key, value)
     path = tmp_path_factory.mktemp("statistics") / "of-noise"
-    own = fingerprint(Path(weights))
-    found.write(path, Calibrated(model="tiny", fingerprint=own, text="noise", digest="0"))
-    return str(path)
+    return str(write_statistics(Path(weights), path))
 
 
 @pytest.fixture(scope="session")

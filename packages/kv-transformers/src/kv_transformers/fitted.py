@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kv_transformers.models.folder import fingerprint
+from kv_transformers.models.mark import FoldMark, mark_of
 from kv_transformers.models.source import ModelError
 
 if TYPE_CHECKING:
@@ -23,14 +24,22 @@ def check_fitted(model: "PreTrainedModel", policy: "KVPolicy") -> None:
         WrongModelError: the fingerprints differ, or the model was not loaded from files.
     """
     if policy.fitted_to is not None:
-        expect_fitted(policy, fingerprint_of(model))
+        expect_fitted(policy, fingerprint_of(model), mark_of(model.config))
 
 
-def expect_fitted(policy: "KVPolicy", found: str | None) -> None:
+def expect_fitted(policy: "KVPolicy", found: str | None, mark: FoldMark | None = None) -> None:
     """Raise if a policy was calibrated with a model of another fingerprint.
 
+    A policy with a basis may have been calibrated with the model that a checkpoint was folded from.
+
+    Args:
+        policy: the policy.
+        found: fingerprint of the model's files; None: unknown.
+        mark: of a folded checkpoint.
+
     Raises:
-        WrongModelError: the fingerprints differ, or `found` is None.
+        WrongModelError: the fingerprints differ, `found` is None, or a folded checkpoint has
+            changed since it was written.
     """
     wanted = policy.fitted_to
     if wanted is None:
@@ -41,6 +50,14 @@ def expect_fitted(policy: "KVPolicy", found: str | None) -> None:
             "folder that can be compared; load it with kv_transformers.models.load_model or "
             "from_pretrained"
         )
+    if mark is not None and policy.basis is not None:
+        if found != mark.model:
+            raise WrongModelError(
+                f"this model is marked as folded with the value basis {mark.basis}, but its files "
+                f"are not those that were written: their fingerprint is {found}, not {mark.model}; "
+                "fold it again with kv-serve fold, or remove the mark from its config.json"
+            )
+        found = wanted if wanted == found else mark.source
     if found != wanted:
         raise WrongModelError(
             f"{policy} was calibrated with the model {wanted}, but this one is {found}; calibrate "

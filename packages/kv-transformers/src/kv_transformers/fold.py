@@ -17,6 +17,7 @@ from kv_runtime import Bases, Folded, check_basis, same_maps, widened
 from kv_transformers.fitted import check_fitted
 from kv_transformers.folded import FOLDED, FoldedLinear, FoldState, Packing
 from kv_transformers.layers import layer_caches, stored_layers
+from kv_transformers.models.mark import mark_of
 from kv_transformers.modules import attention_modules
 from kv_transformers.probe import expect_direct
 from kv_transformers.projections import OUTPUT, Projections, folded_keys, folded_values
@@ -58,9 +59,13 @@ class Fold:
         check_fitted(model, policy)
         if folded_by(model) is not None:
             raise ValueError("the model is folded already; restore it first")
-        _expect_no_clipping(model)
+        if mark_of(model.config) is not None:
+            raise ValueError(
+                "the model is of a folded checkpoint, so nothing is left to fold; use the policy's "
+                "cache with the model as it is"
+            )
         shape = cache_shape(model)
-        _expect_no_readers(model)
+        expect_own_values(model)
         check_basis(policy, shape)
         bases = Bases.of(policy.basis, shape, torch.device("cpu"))
         bound = tuple(policy.basis.bind(i, shape) for i in range(shape.layers))
@@ -75,7 +80,7 @@ class Fold:
         self.state = FoldState(str(policy), policy.basis, bound, what, packing)
         self._model, self._old = model, list[tuple[nn.Module, str, nn.Module]]()
         layers = stored_layers(model)
-        modules = _foldable(model, layers)
+        modules = foldable(model, layers)
         found = [Projections(module, i) for i, module in zip(layers, modules, strict=True)]
         new = _folded(found, shape, self.state, bases.stored.value_dim)
         changes = [(modules[i], name, layer) for i, name, layer in new]
@@ -141,17 +146,18 @@ def expect_fold(model: "PreTrainedModel", policy: KVPolicy) -> FoldState | None:
     return found
 
 
-def _expect_no_readers(model: "PreTrainedModel") -> None:
-    """Raise if layers read the values of others, as they have output projections of their own."""
+def expect_own_values(model: "PreTrainedModel") -> None:
+    """Raise if a configuration says that values of a layer are not what its projection computes.
+
+    Raises:
+        UnsupportedModelError: layers read the values of others, and have output projections of
+            their own, or the model clips values, which few tokens may not reveal.
+    """
     if any(each.readers for each in layer_caches(model.config.get_text_config(decoder=True))):
         raise UnsupportedModelError(
             f"{type(model).__name__} has layers that read the values of others, so a basis cannot "
             "be folded into its projections; use the policy's cache without folding"
         )
-
-
-def _expect_no_clipping(model: "PreTrainedModel") -> None:
-    """Raise if a model clips the outputs of projections, which few tokens may not reveal."""
     config = model.config.get_text_config(decoder=True)
     if getattr(config, "clip_qkv", None) is not None:
         raise UnsupportedModelError(
@@ -215,8 +221,12 @@ def _packing(
     )
 
 
-def _foldable(model: "PreTrainedModel", layers: Sequence[int]) -> list[nn.Module]:
-    """Return the modules with the projections of these layers."""
+def foldable(model: "PreTrainedModel", layers: Sequence[int]) -> list[nn.Module]:
+    """Return the modules with the projections of these layers.
+
+    Raises:
+        UnsupportedModelError: a layer has no projections with the usual names.
+    """
     found = attention_modules(model, layers)
     for layer in layers:
         names = {name for name, _ in found[layer][1].named_children()} if layer in found else set()

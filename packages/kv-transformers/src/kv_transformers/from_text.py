@@ -106,14 +106,16 @@ def folded(model: "PreTrainedModel", spec: str) -> Iterator[str | None]:
     """Fold the basis of a policy's text, if it has one, during a `with` block.
 
     Yields None, or the reason why the basis cannot be folded into this model. In that case the
-    policy's cache projects the output back itself.
+    policy's cache projects the output back itself. A folded checkpoint is left as it is.
 
     Raises:
         ValueError: `parse` rejects the policy, it was calibrated with another model, or the model
             is folded already.
     """
     policy = None if spec == FULL else parse(spec)
-    if policy is None or policy.basis is None:
+    from kv_transformers.models.mark import mark_of
+
+    if policy is None or policy.basis is None or mark_of(model.config) is not None:
         yield None
         return
     from kv_transformers.fold import Fold

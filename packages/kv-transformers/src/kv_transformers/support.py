@@ -13,6 +13,7 @@ from kv_transformers.attention import CHOSEN, UNSERVED
 from kv_transformers.folded import FoldedLinear
 from kv_transformers.latents import EXPAND, INDEXER, LatentSizes, latent_reasons
 from kv_transformers.layers import layer_caches
+from kv_transformers.models.mark import folded_with
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -95,6 +96,7 @@ def stored_shape(model: "PreTrainedModel") -> CacheShape:
         value_dim=size.value_dim,
         dtype=model.dtype if model.dtype.is_floating_point else torch.float32,
         value_in_key=size.latent is not None,
+        folded=folded_with(model.config),
     )
 
 

@@ -20,6 +20,7 @@ PACKAGES: Final = {  # our commands and the package of each
     "compress": "kv-transformers",
     "demo": "kv-eval",
     "eval": "kv-eval",
+    "fold": "kv-transformers",
     "generate": "kv-transformers",
     "inspect": "kv-eval",
     "recommend": "kv-transformers",

@@ -15,6 +15,7 @@ from kv_runtime import AUTO, PolicyCache, Serving, checked_backend, joined_ropes
 from kv_serve.vllm.config import UnservableError
 from kv_serve.vllm.names import BACKEND, KEY
 from kv_serve.vllm.served import ServesPolicy, UnderPolicy
+from kv_transformers.models.mark import folded_with
 
 PAGE_TOKENS: Final = 16  # of the pages of a self-check
 
@@ -105,6 +106,7 @@ def model_shape(config: VllmConfig, layer: Attention) -> CacheShape:
         dtype=layer.kv_cache_torch_dtype,
         first_head=first,
         rope=None if None in ropes else joined_ropes(ropes),
+        folded=folded_with(config.model_config.hf_config),
     )
 
 

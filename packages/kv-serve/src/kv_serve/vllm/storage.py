@@ -34,6 +34,7 @@ from kv_serve.vllm.shape import first_heads, kept_specs
 from kv_serve.vllm.slots import SlotBuilder
 from kv_serve.vllm.spec import PagedSpec, register
 from kv_transformers.fitted import expect_fitted, fingerprint_at
+from kv_transformers.models.mark import mark_of
 
 # Default block size when blocks cover pages: finer than vLLM's own default.
 BLOCK_TOKENS: Final = 16
@@ -234,7 +235,8 @@ def stored(config: VllmConfig, policy: KVPolicy, shape: CacheShape) -> VllmSlots
     """
     full = shape.token_bytes // (shape.layers * shape.kv_heads)
     if policy.fitted_to is not None:
-        expect_fitted(policy, fingerprint_at(config.model_config.model))
+        model = config.model_config
+        expect_fitted(policy, fingerprint_at(model.model), mark_of(model.hf_config))
     format = plain_format(policy, shape)
     if format is not None:
         if is_ours(config.kv_transfer_config):

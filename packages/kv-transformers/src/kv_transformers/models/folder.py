@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from kv_transformers.models.mark import MARK
 from kv_transformers.models.source import ModelError
 
 _INDEX = "model.safetensors.index.json"
@@ -18,7 +19,7 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     Raises:
         ModelError: `config.json` or weights are missing, or a file is damaged.
     """
-    _config(folder)
+    read_config(folder)
     if (folder / _SINGLE).is_file():
         names = {_SINGLE}
     elif (folder / _INDEX).is_file():
@@ -40,14 +41,15 @@ def fingerprint(folder: Path) -> str:
     """Return 16 hexadecimal digits that identify a model, from config, tokenizer and weights.
 
     Each weight file contributes its name, its size and its first and last MiB, so that large files
-    are not read in full.
+    are not read in full. The mark of a folded checkpoint, which names it, does not contribute.
 
     Raises:
         ModelError: as `weight_files`.
     """
     digest = hashlib.sha256()
     files = weight_files(folder)
-    config = {key: value for key, value in _config(folder).items() if key != "transformers_version"}
+    left_out = ("transformers_version", MARK)
+    config = {key: value for key, value in read_config(folder).items() if key not in left_out}
     try:
         digest.update(json.dumps(config, sort_keys=True).encode())
     except RecursionError as error:
@@ -102,7 +104,12 @@ def _check(file: Path) -> None:
         raise ModelError(f"{file} is damaged ({error}); download the model again") from error
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read a folder's `config.json`.
+
+    Raises:
+        ModelError: it is missing or damaged.
+    """
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder} is not a model: it has no config.json")
     return _read_json(folder / "config.json")

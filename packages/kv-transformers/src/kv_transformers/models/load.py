@@ -1,6 +1,8 @@
 """Load a model and its tokenizer by name."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,14 +74,37 @@ def load_model(
     say(f"loading {source.name}")
     with quiet():
         import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoTokenizer
 
-        loader: Any = AutoModelForCausalLM  # its type hints lack `output_loading_info`
         target = _device(device)
-        try:
+        with _loading(source.name, folder):
             tokenizer = AutoTokenizer.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False
             )
+        model: Any = load_weights(folder, source.name, dtype)  # whose `to` takes a model alone
+        try:
+            model = model.to(target)
+        except torch.OutOfMemoryError as error:
+            raise ModelError(f"{source.name} does not fit into the memory of {target}") from error
+    return LoadedModel(model, tokenizer, source.name, fingerprint(folder), folder)
+
+
+def load_weights(folder: Path, name: str, dtype: "str | torch.dtype" = "auto") -> "PreTrainedModel":
+    """Load the causal language model of a folder onto the CPU, in evaluation mode.
+
+    Args:
+        folder: in the Hugging Face layout.
+        name: of the model, for messages.
+        dtype: as for `load_model`.
+
+    Raises:
+        ModelError: the folder cannot be loaded, or lacks weights.
+    """
+    with quiet():
+        from transformers import AutoModelForCausalLM
+
+        loader: Any = AutoModelForCausalLM  # its type hints lack `output_loading_info`
+        with _loading(name, folder):
             model, info = loader.from_pretrained(
                 folder,
                 dtype=dtype,
@@ -87,26 +112,30 @@ def load_model(
                 trust_remote_code=False,
                 output_loading_info=True,
             )
-        except Exception as error:  # the errors of an invalid config or tokenizer are undocumented
-            if "trust_remote_code" in str(error):  # from transformers' own message
-                raise ModelError(
-                    f"{source.name} can only be loaded by code in its folder, which kv-serve never"
-                    " runs; use a model of an architecture that the installed transformers has"
-                ) from error
+    if missing := sorted(info["missing_keys"]):
+        raise ModelError(
+            f"{folder} lacks {len(missing)} of the model's weights, the first being"
+            f" {missing[0]}; they would be random. Download the model again"
+        )
+    loaded: PreTrainedModel = model.eval()
+    return loaded
+
+
+@contextmanager
+def _loading(name: str, folder: Path) -> Iterator[None]:
+    """Report what transformers raises for a folder as a ModelError."""
+    try:
+        yield
+    except Exception as error:  # the errors of an invalid config or tokenizer are undocumented
+        if "trust_remote_code" in str(error):  # from transformers' own message
             raise ModelError(
-                f"{source.name} cannot be loaded as a causal language model from {folder}"
-                f" ({type(error).__name__}: {_first_line(error)})"
+                f"{name} can only be loaded by code in its folder, which kv-serve never"
+                " runs; use a model of an architecture that the installed transformers has"
             ) from error
-        if missing := sorted(info["missing_keys"]):
-            raise ModelError(
-                f"{folder} lacks {len(missing)} of the model's weights, the first being"
-                f" {missing[0]}; they would be random. Download the model again"
-            )
-        try:
-            model = model.to(target).eval()
-        except torch.OutOfMemoryError as error:
-            raise ModelError(f"{source.name} does not fit into the memory of {target}") from error
-    return LoadedModel(model, tokenizer, source.name, fingerprint(folder), folder)
+        raise ModelError(
+            f"{name} cannot be loaded as a causal language model from {folder}"
+            f" ({type(error).__name__}: {_first_line(error)})"
+        ) from error
 
 
 def model_folder(name: str | None = None, *, progress: Progress | None = None) -> Path:
