@@ -9,7 +9,8 @@ from kv_policy.files import write_whole
 from kv_serve.vllm.attach import is_ours
 
 PLAIN: Final = "one format for all tokens, such as k8v4"
-DRAFTERS: Final = ("ngram", "draft_model", "eagle", "eagle3", "mtp")  # methods of speculative decoding
+# Methods of speculative decoding.
+DRAFTERS: Final = ("ngram", "draft_model", "eagle", "eagle3", "mtp")
 OFFLOADING: Final = "OffloadingConnector"
 EXAMPLE: Final = "ExampleConnector"
 FOLDER: Final = "shared_storage_path"  # of the example connector, in its extra config
