@@ -314,6 +314,8 @@ class TokenStore(HeadPages):
         table_rows, length, wrong = self._named(table_rows)
         self._agree_slots(wrong, slot, length)
         self.own(table_rows, _at(slot, self.longest))
+        if self._bounds is not None:
+            self._bounds.forget(table_rows, slot >= 0)
         tokens = TokenWrite(
             table_rows,
             slot,
@@ -526,6 +528,8 @@ def write_slots(
         position: of the tokens; None keeps the stored positions.
     """
     store.own(table_rows)
+    if store.bounds is not None:
+        store.bounds.forget(table_rows)
     beside = (score is not None, position is not None)
     whole = beside == (store.layout.scores, store.layout.positions)
     # The kernels in torch list the marked ones, for which a device would be waited for.
