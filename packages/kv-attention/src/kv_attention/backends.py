@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from kv_attention import reference, torch_backend
+from kv_attention import reading_reference, reference, torch_backend
 from kv_attention.gpu import backend as gpu
 from kv_attention.inputs import AttentionInputs
 from kv_attention.page_bounds import SelectPages
@@ -56,7 +56,12 @@ def all_backends() -> Mapping[str, Backend]:
     says so once.
     """
     every = (
-        Backend("reference", "float64, slow: the reference", lambda: reference.attend),
+        Backend(
+            "reference",
+            "float64, slow: the reference",
+            lambda: reference.attend,
+            select_pages=lambda: reading_reference.select_pages,
+        ),
         Backend("torch", "plain torch in blocks, any device", lambda: torch_backend.attend),
         Backend(
             "triton",

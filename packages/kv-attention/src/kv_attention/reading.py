@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kv_attention.backends import load_selection
 from kv_attention.page_bounds import PageBounds, page_scores
@@ -63,8 +64,7 @@ def _selected(
     # In their order, so that rounding is as over all pages; others behind them.
     unused = torch.arange(most, device=q.device) >= some[..., None]
     picked = picked.masked_fill(unused, columns).sort(-1).values
-    picked = torch.cat((picked, torch.full_like(picked[..., :1], columns)), -1)
-    picked = picked.scatter(-1, some[..., None], full[..., None])
+    picked = pad(picked, (0, 1), value=columns).scatter(-1, some[..., None], full[..., None])
     place = picked.clamp(max=pages.table.shape[2] - 1)
     if pages.reverse:
         place = pages.table.shape[2] - 1 - place
