@@ -66,6 +66,7 @@ def page_scores(
     found = found.masked_fill(without[:, :, None, :width], -torch.inf)
     score = torch.full(without.shape, torch.inf, dtype=found.dtype, device=q.device)
     if width:
-        best = found.amax(-1, keepdim=True).clamp(min=torch.finfo(found.dtype).min)
+        numbers = found.nan_to_num(-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+        best = numbers.amax(-1, keepdim=True).clamp(min=torch.finfo(found.dtype).min)
         score[..., :width] = (found - best).amax(2)
     return score.masked_fill_(without, torch.inf).nan_to_num_(torch.inf, torch.inf, -torch.inf)
