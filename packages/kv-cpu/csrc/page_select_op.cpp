@@ -3,6 +3,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <limits>
 
 #include "arguments.h"
@@ -15,6 +16,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 constexpr int64_t kWorth = 1 << 16;  // numbers of bounds that justify another thread
+constexpr int kAhead = 4;  // products may prefetch a part of the lines that are given
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // The pages of a table row: those that are full, of them those with bounds, and how many are read.
@@ -26,9 +28,20 @@ struct Held {
 // The memory of a thread for one table row.
 struct Scratch {
   std::vector<Line> queries, prepared, logits;
-  std::vector<float> sums, found, score;
+  std::vector<float> sums, found, score, sorted;
   std::vector<int64_t> order;
 };
+
+// The largest of some numbers, of those that are numbers.
+float largest(const float* x, int64_t count) {
+  float most[kLanes];  // for vectorization
+  std::fill_n(most, kLanes, std::numeric_limits<float>::lowest());
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes)
+    for (int k = 0; k < kLanes; ++k) most[k] = x[i + k] > most[k] ? x[i + k] : most[k];
+  for (; i < count; ++i) most[0] = x[i] > most[0] ? x[i] : most[0];
+  return *std::max_element(most, most + kLanes);
+}
 
 class Selection {
  public:
@@ -98,14 +111,14 @@ class Selection {
       for (int64_t i = begin; i < end; ++i) order.push_back(i);
     } else if (rest > 0) {
       const float* score = scores(row, begin, end, scratch);
-      const int64_t from = begin;
-      for (int64_t i = begin; i < end; ++i) order.push_back(i);
-      auto better = [=](int64_t a, int64_t b) {
-        return score[a] > score[b] || (score[a] == score[b] && a < b);
-      };
-      std::nth_element(order.begin() + from, order.begin() + from + rest, order.end(), better);
-      order.resize(from + rest);
-      std::sort(order.begin() + from, order.end());
+      scratch.sorted.assign(score + begin, score + end);
+      float* least = scratch.sorted.data() + rest - 1;  // of those that are read
+      std::nth_element(scratch.sorted.data(), least, scratch.sorted.data() + end - begin,
+                       std::greater<float>());
+      int64_t equal = rest;
+      for (int64_t i = begin; i < end; ++i) equal -= score[i] > *least;
+      for (int64_t i = begin; i < end; ++i)
+        if (score[i] > *least || (score[i] == *least && equal-- > 0)) order.push_back(i);
     }
     for (int64_t i = end; i < held.full; ++i) order.push_back(i);
     if (held.partial) order.push_back(held.full);
@@ -149,15 +162,18 @@ class Selection {
     scratch.found.resize(std::max<int64_t>(dim_, group_ * count));
     dot(format, queries, prepared, b, h, count, scratch);
     scratch.score.assign(count, -kInfinity);
+    float* score = scratch.score.data();
     const float* found = scratch.found.data();
     for (int g = 0; g < group_; ++g, found += count) {
-      float best = std::numeric_limits<float>::lowest();
-      for (int64_t i = 0; i < count; ++i)
-        if (found[i] > best) best = found[i];
+      const float best = largest(found, count);
+      bool numbers = true;
       for (int64_t i = begin; i < end; ++i) {
         const float below = found[i] - best;
-        if (!(below <= scratch.score[i])) scratch.score[i] = std::isnan(below) ? kInfinity : below;
+        numbers &= below == below;
+        score[i] = below > score[i] ? below : score[i];
       }
+      for (int64_t i = begin; !numbers && i < end; ++i)
+        if (std::isnan(found[i] - best)) score[i] = kInfinity;
     }
     return scratch.score.data();
   }
@@ -178,7 +194,13 @@ class Selection {
       Strips strips{};
       for (int i = 0; i + kLanes <= some; i += kLanes) strips.data[i / kLanes] = address[i];
       const Rows rows{some, address, address, in_strips ? &strips : nullptr, step};
+      const int next = int(std::min<int64_t>(kBlock, count - first - some));
+      const Span span{from + (first + some) * step, from + (first + some + next) * step};
       Ahead ahead;
+      if (next && step == 2 * format.dim) {  // the bounds of a table row are adjacent
+        ahead.span[0] = &span, ahead.end[0] = &span + 1;
+        ahead.lines = kAhead * int((span.last - span.first) / 64);
+      }
       kernels_->dot(format, rows, queries, prepared, logits, ahead);
       for (int g = 0; g < group_; ++g)
         std::copy_n(logits + int64_t(g) * kBlock, some, scratch.found.data() + g * count + first);
