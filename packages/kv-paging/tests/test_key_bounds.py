@@ -97,7 +97,7 @@ class World:
     def update(self) -> None:
         store = self.tiers.stores[0]
         assert store.bounds is not None
-        store.bounds.update(store)
+        store.update_bounds()
         full = store.length.flatten().long() // LAYOUT.tokens
         assert store.bounds.count.tolist() == full.tolist()
         self.check()

@@ -136,8 +136,7 @@ def test_pages_are_selected_by_true_bounds_and_no_other_is_read(name, watched) -
     outputs += steps(cache, [one(3)] * 5)
     assert all(x.isfinite().all() for x in outputs)
     assert watched.fewer > 20
-    bounds = cache.batch.tiers.parts[0].bounds
-    bounds.update(cache.batch.tiers.parts[0])
+    cache.batch.tiers.parts[0].update_bounds()
     check_bounds(cache)
 
 

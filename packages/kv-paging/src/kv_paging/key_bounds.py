@@ -1,16 +1,15 @@
 """The largest and the smallest numbers of keys, by channel, in the full pages of table rows."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 from jaxtyping import BFloat16, Bool, Float, Int
 from torch import Tensor
 
-from kv_paging.table import spread
-
-if TYPE_CHECKING:
-    from kv_paging.store import TokenStore
+from kv_paging.kernels import PageKernels
+from kv_paging.table import PageTable, spread
+from kv_policy import PagedTokens
 
 DTYPE: Final = torch.bfloat16  # 2 bytes for the range of float32
 READ: Final = 1 << 21  # numbers of keys that are decoded together
@@ -21,7 +20,7 @@ class KeyBounds:
     """Bounds of the decoded keys in the first pages of each table row of a store.
 
     They are of full pages alone, as the page that is appended to changes, and rounded outwards: no
-    stored key is outside. The store says which pages change; `update` computes what is missing.
+    stored key is outside. The store says which pages change, and `update` computes what is missing.
     """
 
     def __init__(self, table_rows: int, dim: int, device: torch.device) -> None:
@@ -55,12 +54,18 @@ class KeyBounds:
         self.both = self.both.new_empty(table_rows, 0, 2 * self.dim)
         self.count = self.count.new_zeros(table_rows)
 
-    def update(self, store: "TokenStore") -> None:
-        """Compute the bounds of the full pages of its store that have none.
+    def update(self, whole: PagedTokens, table: PageTable, kernels: PageKernels) -> None:
+        """Compute the bounds of the full pages that have none.
 
         Decodes their keys, some pages at a time; synchronizes with the device.
+
+        Args:
+            whole: all table rows, as page kernels read them.
+            table: their page table.
+            kernels: what decodes the keys.
         """
-        full = store.length.flatten().long() // store.layout.tokens
+        tokens = whole.layout.tokens
+        full = whole.length.flatten().long() // tokens
         if full.numel() != self.count.numel():
             self.clear(full.numel())
         missing = (full - self.count).clamp(min=0)
@@ -69,14 +74,13 @@ class KeyBounds:
             return
         self._widen(most)
         row, column = spread(self.count, missing, total)
-        tokens, whole = store.layout.tokens, store.whole()
         size = max(1, READ // (tokens * self.dim))
         for rows, columns in zip(row.split(size), column.split(size), strict=True):
-            page = store.page_table.lookup(rows, columns)[:, None, None]
+            page = table.lookup(rows, columns)[:, None, None]
             alone = torch.arange(len(rows), device=row.device)
             length = whole.length.new_full((len(rows), 1), tokens)
             each = replace(whole, table=page, length=length, reverse=False, longest=tokens)
-            found = store.kernels.read(each, alone, tokens, frozenset({"keys"}))
+            found = kernels.read(each, alone, tokens, frozenset({"keys"}))
             assert found.key is not None, "requested"
             self.both[rows, columns] = bounds_of(found.key, found.held)
         self.count = torch.maximum(self.count, full)

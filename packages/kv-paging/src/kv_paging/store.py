@@ -49,6 +49,11 @@ class TokenStore(HeadPages):
         length = self._length.view(-1, 1)
         return self._view(self._table.ids[:, None], length, self.pool.padded)
 
+    def update_bounds(self) -> None:
+        """Compute the bounds of full pages that have none, if they are kept."""
+        if self._bounds is not None:
+            self._bounds.update(self.whole(), self._table, self.kernels)
+
     def read(self, table_rows: Int[Tensor, " S"], vectors: VectorNames = NONE) -> Stored:
         """Return the tokens in table rows: scores and positions if stored, vectors if requested.
 

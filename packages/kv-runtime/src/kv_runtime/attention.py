@@ -40,6 +40,9 @@ def attended(
         chosen: the tokens that each query attends to by position, as for `kv_attention.attend`.
         out: memory for the output, as for `kv_attention.attend`.
         reading: the pages that decode steps read; None: all.
+
+    Raises:
+        ValueError: as `attend`, or tokens are chosen and a reading is given.
     """
     query, key, value = fresh
     sees, queries = now.sees, query.shape[3]
@@ -56,6 +59,11 @@ def attended(
         return attend_ragged(query, sees, groups, width, *options)
     pages, dense = batch.views(layer)
     dense.append(new)
+    if chosen is not None and reading is not None:
+        raise ValueError(
+            f"a policy with {reading} selects the pages that a query reads, but this model selects "
+            "the tokens itself (sparse attention); omit the reading"
+        )
     if reading is not None and not now.is_prefill and layer >= reading.whole_layers:
         bounds = batch.page_bounds(layer)
         if bounds is not None:

@@ -139,11 +139,10 @@ class Batch:
         window = raw.view(slice(layer, layer + 1))
         return ([*pages, window], []) if isinstance(window, PagedTokens) else (pages, [window])
 
-    def update_bounds(self) -> None:
-        """Compute the bounds of the pages that have become full, if the policy reads by them."""
-        first = self.tiers.parts[0]
-        if first.bounds is not None:
-            first.bounds.update(first)
+    def update_bounds(self, now: Pass) -> None:
+        """Compute the bounds of full pages for a decode pass, if the policy reads by them."""
+        if not now.is_prefill:
+            self.tiers.parts[0].update_bounds()
 
     def page_bounds(self, layer: int) -> PageBounds | None:
         """Return the bounds of a layer's pages, the first of `views`; None: it has none."""

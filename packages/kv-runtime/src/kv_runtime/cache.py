@@ -108,14 +108,13 @@ class PolicyCache:
         checks.check_reads(policy, shape, heads, folded)
         self.layout = Layout.of(policy, shape, self.bases, page_tokens)
         checks.check_replay(policy, replays, len(self.layout.shapes))
-        checks.check_reading(policy, len(self.layout.shapes), over_shared=pool is not None)
         self._budgets = tuple(budgets) if budgets is not None else None
         checks.check_budgets(policy, self._budgets)
         self.backend = checked_backend(
             self.device, backend, policy, shape, page_tokens, PolicyCache
         )
-        checks.check_reader_backend(policy, self.backend)
-        plain = self.bases is None and not shape.value_in_key
+        checks.check_reading(policy, len(self.layout.shapes), self.backend, shared=pool is not None)
+        plain = self.bases is None and not shape.value_in_key and policy.reading is None
         self._decode_rows = load_rows(self.backend) if plain else None
         self._followers: tuple[PolicyCache, ...] = ()  # empty caches that also store the next pass
         self.reset()
@@ -228,8 +227,7 @@ class PolicyCache:
 
     def _begin(self, batch: Batch, now: Forward) -> None:
         self._keeper.prepare(batch, now)
-        if not now.whole.is_prefill:
-            batch.update_bounds()
+        batch.update_bounds(now.whole)
         self.batch, self._pass, self._next_layer = batch, now, 0
         self._alone = self._order = self._views = None
         self._places = ()
@@ -315,7 +313,6 @@ class PolicyCache:
             key, value = self.bases.keys(layer, key), self.bases.values(layer, value)
         observe, watch, fresh = self.observe, self._watch, (query, key, value)
         places = None if chosen is None else self._by_position(chosen)
-        checks.check_one_choice(self.policy, chosen)
         options = fresh, scale, watch, self.backend, softcap, sinks, places
         if expanded is None:
             into = out if self.bases is None else None
@@ -370,8 +367,6 @@ class PolicyCache:
             RuntimeError: `begin` was not called, or layers are out of order.
         """
         if self._decode_rows is None or self._shared is not None or self._followers:
-            return False
-        if self.policy.reading is not None:
             return False
         now, batch = self._expect(layer)
         position = now.whole.position

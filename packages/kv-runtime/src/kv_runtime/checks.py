@@ -151,21 +151,22 @@ def check_replay(policy: KVPolicy, replays: bool, kinds: int) -> None:
         )
 
 
-def check_reading(policy: KVPolicy, kinds: int, *, over_shared: bool) -> None:
-    """Raise if a policy reads pages by bounds that cannot be kept.
+def check_reading(policy: KVPolicy, kinds: int, backend: str, *, shared: bool) -> None:
+    """Raise if a policy reads pages by bounds that cannot be kept, or not be compared.
 
     Args:
         policy: the policy.
         kinds: number of different ranks of its heads.
-        over_shared: whether the pages are in a pool of several caches.
+        backend: the attention backend.
+        shared: whether the pages are in a pool of several caches.
 
     Raises:
-        ValueError: the pool is shared, heads are stored with different ranks, or there are several
-            tiers.
+        ValueError: the pool is shared, heads are stored with different ranks, there are several
+            tiers, or the backend does not support it.
     """
     if policy.reading is None:
         return
-    if over_shared:
+    if shared:
         raise ValueError(
             f"{policy} keeps bounds of pages outside of them, which a pool shared by several "
             "caches does not account for; use a cache with a pool of its own, or omit the reading"
@@ -180,31 +181,10 @@ def check_reading(policy: KVPolicy, kinds: int, *, over_shared: bool) -> None:
             f"{policy} keeps bounds of the pages of one format, and has {policy.formats.tiers}; "
             "use one format for all tokens, such as k8v4"
         )
-
-
-def check_reader_backend(policy: KVPolicy, backend: str) -> None:
-    """Raise if a policy reads some pages, and a backend does not support that.
-
-    Raises:
-        ValueError: it does not.
-    """
-    if policy.reading is not None and backend == "triton":
+    if backend == "triton":
         raise ValueError(
             f"{policy} selects pages in each decode step, which waits for the device in every "
             "layer; the backend 'triton' does not support it, use backend='torch'"
-        )
-
-
-def check_one_choice(policy: KVPolicy, chosen: Tensor | None) -> None:
-    """Raise if both the model and the policy select what a query reads.
-
-    Raises:
-        ValueError: they do.
-    """
-    if chosen is not None and policy.reading is not None:
-        raise ValueError(
-            f"{policy} selects the pages that a query reads, but this model selects the tokens "
-            "itself (sparse attention); omit the reading"
         )
 
 
