@@ -64,6 +64,9 @@ POLICIES: Final[Mapping[str, str]] = {
     "normal_k4v4": "hadamard+k4v4:levels=normal",
     "normal_k4v3": "hadamard+k4v3:levels=normal",
     "normal_k3v3": "hadamard+k3v3:levels=normal",
+    "quest_25": "quest:budget=25%+k8v4",
+    "quest_12": "quest:budget=12.5%+k8v4",
+    "quest_kv_compress": "kv-compress:budget=2160+k8v4+quest:budget=25%",
 }
 QUICK: Final = ("kv_compress_25", "razor_25", "headkv_25", "simlayerkv_25", "normal_k3v3")
 
@@ -95,7 +98,7 @@ def specs(size: Size, file: Path) -> dict[str, str]:
     found = {}
     for name in size.names:
         text = POLICIES[name].replace("FILE", str(file))
-        for tokens in (1080, 1024):
+        for tokens in (2160, 1080, 1024):
             text = text.replace(f"budget={tokens}", f"budget={tokens * size.length // LENGTH}")
         found[name] = str(parse(text))
     return found

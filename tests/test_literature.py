@@ -30,7 +30,7 @@ def test_a_method_named_as_a_paper_is_in_the_table() -> None:
     """The methods of this repository that no survey names, and why they are here."""
     others = {  # of later papers, of one's own, or formats
         "chunkkv", "expected-attention", "gate", "kv-compress", "kvzip", "r-kv", "keydiff", "lagkv",
-        "vnorm", "tova", "knorm", "leankv", "zack", "svd-kv", "kq-svd", "palu", "hadamard",
+        "vnorm", "quest", "tova", "knorm", "leankv", "zack", "svd-kv", "kq-svd", "palu", "hadamard",
         "raw", "bf16", "fp16", "fp32",
     }  # fmt: skip
     linked = {target.removesuffix(".md") for _, _, here in ROWS for target in LINK.findall(here)}

@@ -162,7 +162,7 @@ def test_compositions_are_composed_again() -> None:
             "same and same both define the basis in which vectors are stored",
         ),
         ((Half(), Recent(), Whole()), "recent and whole both define which tokens are kept"),
-        ((Nothing(), Half()), "nothing supplies no selector, no formats and no basis"),
+        ((Nothing(), Half()), "nothing supplies no selector, no formats, no basis and no reading"),
         ((), "nothing to compose; name at least one policy"),
         ((Sorted(), Half()), r"sorted sends tokens to 2 tier\(s\) and half has formats for 1"),
         ((Recent(), Two()), r"recent sends tokens to 1 tier\(s\) and two has formats for 2"),

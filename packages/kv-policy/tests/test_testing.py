@@ -66,7 +66,7 @@ def test_what_is_no_policy_is_told_so() -> None:
         name = "nothing"
 
     with pytest.raises(
-        AssertionError, match="nothing supplies no selector, no formats and no basis"
+        AssertionError, match="nothing supplies no selector, no formats, no basis and no reading"
     ):
         check_policy(Nothing())
 

@@ -13,9 +13,11 @@ from kv_attention.backends import (
 )
 from kv_attention.checks import check_softmax, longest_of
 from kv_attention.inputs import AttentionInputs
+from kv_attention.page_bounds import PageBounds, logit_bounds, page_scores
 from kv_attention.partial import Partial, Scored
 from kv_attention.peak import attend_and_score, attend_partly, largest_probabilities
 from kv_attention.ragged import HeadGroup, attend_ragged
+from kv_attention.reading import select_pages
 from kv_attention.rows import DecodeRows, RowInputs, TokenPlaces
 from kv_attention.tokens import Attended, DenseTokens
 
@@ -26,6 +28,7 @@ __all__ = [
     "DecodeRows",
     "DenseTokens",
     "HeadGroup",
+    "PageBounds",
     "Partial",
     "RowInputs",
     "Scored",
@@ -43,5 +46,8 @@ __all__ = [
     "largest_probabilities",
     "load_backend",
     "load_rows",
+    "logit_bounds",
     "longest_of",
+    "page_scores",
+    "select_pages",
 ]

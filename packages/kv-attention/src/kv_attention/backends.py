@@ -9,9 +9,10 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from kv_attention import reference, torch_backend
+from kv_attention import reading_reference, reference, torch_backend
 from kv_attention.gpu import backend as gpu
 from kv_attention.inputs import AttentionInputs
+from kv_attention.page_bounds import SelectPages
 from kv_attention.partial import Scored
 from kv_attention.rows import DecodeRows
 from kv_attention.tokens import Attended
@@ -55,7 +56,12 @@ def all_backends() -> Mapping[str, Backend]:
     says so once.
     """
     every = (
-        Backend("reference", "float64, slow: the reference", lambda: reference.attend),
+        Backend(
+            "reference",
+            "float64, slow: the reference",
+            lambda: reference.attend,
+            select_pages=lambda: reading_reference.select_pages,
+        ),
         Backend("torch", "plain torch in blocks, any device", lambda: torch_backend.attend),
         Backend(
             "triton",
@@ -152,6 +158,16 @@ def load_rows(name: str) -> DecodeRows | None:
     """
     decode: DecodeRows | None = _available(name).decode_rows()
     return decode
+
+
+def load_selection(name: str) -> SelectPages | None:
+    """Return how the backend with this name selects the pages of a step; None: as torch does.
+
+    Raises:
+        ValueError: as `load_backend`.
+    """
+    select: SelectPages | None = _available(name).select_pages()
+    return select
 
 
 def _available(name: str) -> Backend:

@@ -5,6 +5,7 @@ from typing import Final
 from kv_cpu.backend import attend
 from kv_cpu.library import FORCE, chosen, compiled, forced, missing, runnable
 from kv_cpu.prompt import attend_partly
+from kv_cpu.reading import select_pages
 from kv_cpu.rows import decode_rows
 from kv_policy import Backend, Instructions
 
@@ -24,6 +25,7 @@ BACKEND: Final = Backend(
     token_scores="kv_cpu.token_scores",
     partial=lambda: attend_partly,
     decode_rows=lambda: decode_rows,
+    select_pages=lambda: select_pages,
     preferred=True,
     environment=(FORCE,),
 )

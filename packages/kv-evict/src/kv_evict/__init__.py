@@ -24,6 +24,7 @@ from kv_evict.leankv_profile import Profile
 from kv_evict.prefixkv import PrefixKV
 from kv_evict.pyramidinfer import PyramidInfer
 from kv_evict.pyramidkv import PyramidKV
+from kv_evict.quest import Quest
 from kv_evict.r_kv import RKV
 from kv_evict.razor import Razor
 from kv_evict.scissorhands import Scissorhands
@@ -61,6 +62,7 @@ __all__ = [
     "Profile",
     "PyramidInfer",
     "PyramidKV",
+    "Quest",
     "Razor",
     "Scissorhands",
     "SimLayerKV",

@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 
 from kv_paging.checks import expect_shape, expect_within
 from kv_paging.kernels import select_page_kernels
+from kv_paging.key_bounds import KeyBounds
 from kv_paging.owners import repeated
 from kv_paging.pool import PagePool
 from kv_paging.table import PageTable, pages_for, spread
@@ -106,6 +107,7 @@ class HeadPages:
         self._changes = 0
         self._ids = torch.empty(0, dtype=torch.long, device=pool.device)  # of all table rows
         self._tiles: TileCounts | None = None
+        self._bounds: KeyBounds | None = None
         self._facing = None if facing is None else facing._held
         if facing is None:
             self._table = PageTable(self._length.numel(), pool.device)
@@ -139,6 +141,16 @@ class HeadPages:
     def longest(self) -> int:
         """An upper bound of the slots per table row; exact after operations that synchronize."""
         return min(self._longest, self._table.width * self.layout.tokens)
+
+    @property
+    def bounds(self) -> KeyBounds | None:
+        """The bounds of the keys in full pages, if they are kept."""
+        return self._bounds
+
+    def keep_bounds(self) -> None:
+        """Keep bounds of the keys in full pages, which `KeyBounds.update` computes."""
+        dim = self.layout.format.key.dim
+        self._bounds = KeyBounds(self._length.numel(), dim, self.pool.device)
 
     @property
     def changes(self) -> int:
@@ -293,7 +305,7 @@ class HeadPages:
         after = before.minimum(length.flatten().long())
         lost = (self._pages_for(before) - self._pages_for(after)).sum()
         freed, longest = torch.stack((lost, after.amax())).tolist()
-        self._shorten(self.table_rows(), before, after, freed, longest)
+        self._shorten(self.table_rows(), before, after, freed, longest, in_place=True)
 
     def expect_lengths(self, length: Int[Tensor, "*B"]) -> None:
         """Raise if these are not lengths of all sequences.
@@ -370,12 +382,15 @@ class HeadPages:
         """Assign pages of rows[i] to table row i, and lengths of source[b] to sequence b."""
         if not self._table.reverse:  # the right side is reordered with the left
             self._table.reorder(rows)
+        if self._bounds is not None:
+            self._bounds.reorder(rows)
         self._length = self._length[:, source].contiguous()
         self._note_change()
 
     def _join(self, other: "HeadPages") -> None:
         """Append the other's sequences in every layer; the other has none afterwards."""
         longest = max(self.longest, other.longest)
+        self._forget_bounds()
         if not self._table.reverse:  # the right side is joined with the left
             left = (self.held_pages(), other.held_pages())
             self._table.join(other._table, len(self._length), left if self._facing else None)
@@ -387,6 +402,7 @@ class HeadPages:
     def _adopt(self, sequence: int, other: "HeadPages") -> None:
         """Let an empty sequence have the pages of the other's only one, in place."""
         longest, lead = max(self.longest, other.longest), self._length.shape
+        self._forget_bounds()
         if not self._table.reverse:  # the right side changes with the left
             left = other.held_pages() if self._facing else None
             self._table.adopt(sequence, other._table, (lead[0], lead[1], lead[2]), left)
@@ -409,6 +425,7 @@ class HeadPages:
         `joint` and `total` are the sums of both.
         """
         rows = self.table_rows().view(self._length.shape)[:, sequence].flatten()
+        other._forget_bounds()
         if not other._table.reverse:  # the right side is given with the left
             other._table.take(self._table, rows)
         other._length = self._length[:, sequence : sequence + 1].clone()
@@ -421,6 +438,7 @@ class HeadPages:
 
     def _empty(self) -> None:
         """Remove all sequences; their pages are free, or belong to other stores."""
+        self._forget_bounds()
         if not self._table.reverse:
             self._table.reorder(self.table_rows()[:0])
         self._length = self._length[:, :0].contiguous()
@@ -436,9 +454,24 @@ class HeadPages:
         self._table.enter(table_row, column, pages)
 
     def _shorten(
-        self, table_rows: Tensor, before: Tensor, after: Tensor, freed: int, longest: int
+        self,
+        table_rows: Tensor,
+        before: Tensor,
+        after: Tensor,
+        freed: int,
+        longest: int,
+        *,
+        in_place: bool = False,
     ) -> None:
-        """Release the pages past the new ends, `freed` in total, and set the lengths."""
+        """Release the pages past the new ends, `freed` in total, and set the lengths.
+
+        With `in_place` the first slots still hold the tokens that they held; otherwise those of
+        rows that are shorter may hold others.
+        """
+        if self._bounds is not None and in_place:
+            self._bounds.cut(table_rows, after // self.layout.tokens)
+        elif self._bounds is not None:
+            self._bounds.forget(table_rows, after < before)
         first = self._pages_for(after)
         row, column = spread(first, self._pages_for(before) - first, freed)
         self.pool.release(self._table.lookup(table_rows[row], column))
@@ -448,6 +481,11 @@ class HeadPages:
         self._length.view(-1)[table_rows] = length.to(self._length.dtype)
         self._longest = longest
         self._note_change()
+
+    def _forget_bounds(self) -> None:
+        """Drop all bounds, which `KeyBounds.update` computes again."""
+        if self._bounds is not None:
+            self._bounds.clear(self._length.numel())
 
     def _note_change(self) -> None:
         """Note that lengths have changed, other than by a step."""
@@ -547,6 +585,7 @@ def clear_all(stores: Sequence[HeadPages], sequences: Int[Tensor, " n"]) -> None
         store.pool.release(store.page_table.lookup(mine[row], column))
     for store in stores:
         store.length[:, sequences] = 0
+        store._forget_bounds()
         store._note_change()
 
 

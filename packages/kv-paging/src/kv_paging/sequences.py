@@ -150,6 +150,9 @@ class Sequences(ABC):
             ValueError: shapes do not match, or scores or positions are missing or not stored here.
         """
         self.own()
+        for store in self.parts:
+            if store.bounds is not None:
+                store.bounds.forget(store.table_rows())
         choice = Placement(candidate, victim, target)
         self._step(choice, place, NewTokens(key, value, score, position))
 

@@ -57,6 +57,11 @@ class TokenStore(HeadPages):
         length = self._length.view(-1, 1)
         return self._view(self._table.ids[:, None], length, self.pool.padded)
 
+    def update_bounds(self) -> None:
+        """Compute the bounds of full pages that have none, if they are kept."""
+        if self._bounds is not None:
+            self._bounds.update(self.whole(), self._table, self.kernels)
+
     def read(self, table_rows: Int[Tensor, " S"], vectors: VectorNames = NONE) -> Stored:
         """Return the tokens in table rows: scores and positions if stored, vectors if requested.
 
@@ -322,6 +327,8 @@ class TokenStore(HeadPages):
         table_rows, length, wrong = self._named(table_rows)
         self._agree_slots(wrong, slot, length)
         self.own(table_rows, _at(slot, self.longest))
+        if self._bounds is not None:
+            self._bounds.forget(table_rows, slot >= 0)
         tokens = TokenWrite(
             table_rows,
             slot,
@@ -578,6 +585,8 @@ def write_slots(
         position: of the tokens; None keeps the stored positions.
     """
     store.own(table_rows)
+    if store.bounds is not None:
+        store.bounds.forget(table_rows)
     beside = (score is not None, position is not None)
     whole = beside == (store.layout.scores, store.layout.positions)
     # The kernels in torch list the marked ones, for which a device would be waited for.

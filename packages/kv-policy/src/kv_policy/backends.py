@@ -49,6 +49,8 @@ class Backend:
             `kv_attention.backends.AttendPartly` declares it; None if torch does this.
         decode_rows: returns the function that decodes on an engine's own tensors, as
             `kv_attention.rows.DecodeRows` declares it; None if there is none.
+        select_pages: returns the function that selects the pages that a decode step reads, as
+            `kv_attention.reading.SelectPages` declares it; None if torch does this.
         preferred: whether it is chosen before torch on its devices.
         self_checked: whether a cache that chooses it by itself compares it with torch first.
         environment: the environment variables it reads.
@@ -66,6 +68,7 @@ class Backend:
     token_scores: str | None = None
     partial: Callable[[], Any] = lambda: None
     decode_rows: Callable[[], Any] = lambda: None
+    select_pages: Callable[[], Any] = lambda: None
     preferred: bool = False
     self_checked: bool = False
     environment: tuple[str, ...] = ()

@@ -10,11 +10,12 @@ from kv_policy.contract import Basis, Capabilities, Formats, KVPolicy, Selector
 from kv_policy.merged_selector import MergedSelector
 from kv_policy.part import Part
 from kv_policy.raw import Raw
+from kv_policy.reading import PageReading
 from kv_policy.shape import CacheShape
 from kv_policy.sorted_selector import SortedSelector
 
-Facet = Literal["basis", "selector", "formats"]
-FACETS: Final[tuple[Facet, ...]] = ("basis", "selector", "formats")
+Facet = Literal["basis", "selector", "formats", "reading"]
+FACETS: Final[tuple[Facet, ...]] = ("basis", "selector", "formats", "reading")
 
 
 class CompositionError(ValueError):
@@ -43,6 +44,11 @@ class Composed:
         return next((p.basis for p in self.parts if p.basis is not None), None)
 
     @property
+    def reading(self) -> PageReading | None:
+        """The reading of the part that limits it."""
+        return next((p.reading for p in self.parts if p.reading is not None), None)
+
+    @property
     def capabilities(self) -> Capabilities:
         """Capabilities of all parts combined."""
         return reduce(lambda a, b: a & b, (p.capabilities for p in self.parts))
@@ -68,8 +74,9 @@ def compose(*policies: KVPolicy) -> KVPolicy:
         CompositionError: two policies supply the same facet or were calibrated with different
             models, one supplies no facet, one plans chunks of prompts and another sorts into tiers
             or merges, one drops tokens at decode steps and another merges, a policy that merges
-            for another has a budget of its own, or the number of tiers of the selector differs from
-            the number of formats.
+            for another has a budget of its own, the number of tiers of the selector differs from
+            the number of formats, or one limits the pages that are read and another observes,
+            evicts or moves tokens in decode steps.
     """
     parts = [q for p in policies for q in (p.parts if isinstance(p, Composed) else (p,))]
     if not parts:
@@ -82,7 +89,9 @@ def compose(*policies: KVPolicy) -> KVPolicy:
             )
     for part in parts:
         if all(getattr(part, facet) is None for facet in FACETS):
-            raise CompositionError(f"{part} supplies no selector, no formats and no basis")
+            raise CompositionError(
+                f"{part} supplies no selector, no formats, no basis and no reading"
+            )
     fitted = [p for p in parts if p.fitted_to is not None]
     if len({p.fitted_to for p in fitted}) > 1:
         raise CompositionError(
@@ -91,6 +100,7 @@ def compose(*policies: KVPolicy) -> KVPolicy:
         )
     joined = parts[0] if len(parts) == 1 else Composed(tuple(sorted(parts, key=_order)))
     _check_tiers(joined, parts)
+    _check_reading(joined, parts)
     return joined
 
 
@@ -98,6 +108,7 @@ _MEANING: Final[dict[Facet, str]] = {
     "basis": "the basis in which vectors are stored",
     "selector": "which tokens are kept",
     "formats": "how tokens are stored",
+    "reading": "which pages are read",
 }
 
 
@@ -189,3 +200,23 @@ def tier_formats(policy: KVPolicy, shape: CacheShape) -> tuple[TokenFormat, ...]
     if not shape.value_in_key:
         return bound
     return tuple(form.values_in_keys(shape.value_dim) for form in bound)
+
+
+def _check_reading(joined: KVPolicy, parts: list[KVPolicy]) -> None:
+    if joined.reading is None or joined.selector is None:
+        return
+    reader = next(p for p in parts if p.reading is not None)
+    selector = complete(joined.selector)
+    chooser = next(p for p in parts if p.selector is not None)
+    why = None
+    if selector.observe.generated:
+        why = "observes the attention of generated queries to every stored token"
+    elif selector.decode == "step":
+        why = "evicts or moves a stored token in each decode step, which changes its page"
+    elif selector.tiers > 1:
+        why = f"sorts tokens into {selector.tiers} tiers, and one of them can have bounds of pages"
+    if why is not None:
+        raise CompositionError(
+            f"{reader} reads some pages in a decode step, but {chooser} {why}; omit one of the "
+            "two, or use a selector that decides after prompts alone, such as kv-compress or snapkv"
+        )

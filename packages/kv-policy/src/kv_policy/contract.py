@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kv_policy.basis import LayerBasis
 from kv_policy.codec import TokenFormat
+from kv_policy.reading import PageReading
 from kv_policy.shape import CacheShape, Rope
 
 DROP: Final = 255  # the tier of an evicted token
@@ -236,8 +237,9 @@ class KVPolicy(Protocol):
     """How a cache is compressed: token selection, storage formats and basis.
 
     Each facet is optional: without a selector every token is kept, without formats tokens are
-    stored raw in the model's dtype, without a basis vectors are stored unprojected. `compose`
-    joins policies with different facets into one KVPolicy. Equality and `str` are by value.
+    stored raw in the model's dtype, without a basis vectors are stored unprojected, and without a
+    reading each decode step reads every stored token. `compose` joins policies with different
+    facets into one KVPolicy. Equality and `str` are by value.
     """
 
     @property
@@ -253,6 +255,11 @@ class KVPolicy(Protocol):
     @property
     def basis(self) -> Basis | None:
         """Basis of the stored vectors, or None: unprojected."""
+        ...
+
+    @property
+    def reading(self) -> PageReading | None:
+        """The pages that a decode step reads, or None: all."""
         ...
 
     @property

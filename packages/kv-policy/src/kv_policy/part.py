@@ -10,6 +10,7 @@ import msgspec
 
 from kv_policy.budget import Budget
 from kv_policy.contract import Basis, Capabilities, Formats, Selector
+from kv_policy.reading import PageReading
 
 KEEP: Final = "keep"  # the parameter that sets the kept share of any part with an amount
 
@@ -78,6 +79,11 @@ class Part:
         return None
 
     @property
+    def reading(self) -> PageReading | None:
+        """The pages that a decode step reads, if this part limits them."""
+        return None
+
+    @property
     def capabilities(self) -> Capabilities:
         """What a cache under this part supports."""
         return Capabilities()
@@ -89,8 +95,8 @@ class Part:
 
     @classmethod
     def facets(cls) -> tuple[str, ...]:
-        """Return which of `selector`, `formats` and `basis` the class supplies."""
-        every = ("selector", "formats", "basis")
+        """Return which of `selector`, `formats`, `basis` and `reading` the class supplies."""
+        every = ("selector", "formats", "basis", "reading")
         return tuple(each for each in every if getattr(cls, each) is not getattr(Part, each))
 
     @classmethod

@@ -4,8 +4,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kv_attention import Attended, DenseTokens, attend, attend_ragged
-from kv_policy import Observe
+from kv_attention import Attended, DenseTokens, attend, attend_ragged, select_pages
+from kv_policy import Observe, PageReading
 from kv_runtime.batch import Batch, Pass, grid
 
 
@@ -21,6 +21,7 @@ def attended(
     sinks: Float[Tensor, "H G"] | None = None,
     chosen: Bool[Tensor, "B Lq P"] | None = None,
     out: Float[Tensor, "B H G Lq Dv"] | None = None,
+    reading: PageReading | None = None,
 ) -> Attended:
     """Compute the attention of a pass, on vectors projected into the basis if there is one.
 
@@ -38,6 +39,10 @@ def attended(
         sinks: a logit of each query head, by stored head.
         chosen: the tokens that each query attends to by position, as for `kv_attention.attend`.
         out: memory for the output, as for `kv_attention.attend`.
+        reading: the pages that decode steps read; None: all.
+
+    Raises:
+        ValueError: as `attend`, or tokens are chosen and a reading is given.
     """
     query, key, value = fresh
     sees, queries = now.sees, query.shape[3]
@@ -54,6 +59,15 @@ def attended(
         return attend_ragged(query, sees, groups, width, *options)
     pages, dense = batch.views(layer)
     dense.append(new)
+    if chosen is not None and reading is not None:
+        raise ValueError(
+            f"a policy with {reading} selects the pages that a query reads, but this model selects "
+            "the tokens itself (sparse attention); omit the reading"
+        )
+    if reading is not None and not now.is_prefill and layer >= reading.whole_layers:
+        bounds = batch.page_bounds(layer)
+        if bounds is not None:
+            pages[0] = select_pages(query.squeeze(3), pages[0], bounds, reading, backend)
     return attend(
         query,
         sees,

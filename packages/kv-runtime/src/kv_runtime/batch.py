@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kv_attention import DenseTokens, HeadGroup
+from kv_attention import DenseTokens, HeadGroup, PageBounds
 from kv_paging import PagePool, PerHeadRankStore, PerHeadRankTiers, Tiers, TokenStore
 from kv_policy import CacheShape, KVPolicy, PagedTokens
 from kv_runtime.columns import Columns
@@ -81,6 +81,8 @@ class Batch:
             layout.page_bytes, pages or 0, grows=pages is None, device=device, kernels=kernels
         )
         tiers = layout.tiers(pool, sequences)
+        if policy.reading is not None:
+            tiers.parts[0].keep_bounds()
         scores = policy.selector is not None
         return cls(
             layout=layout,
@@ -136,6 +138,20 @@ class Batch:
             return pages, []
         window = raw.view(slice(layer, layer + 1))
         return ([*pages, window], []) if isinstance(window, PagedTokens) else (pages, [window])
+
+    def update_bounds(self, now: Pass) -> None:
+        """Compute the bounds of full pages for a decode pass, if the policy reads by them."""
+        if not now.is_prefill:
+            self.tiers.parts[0].update_bounds()
+
+    def page_bounds(self, layer: int) -> PageBounds | None:
+        """Return the bounds of a layer's pages, the first of `views`; None: it has none."""
+        first = self.tiers.parts[0]
+        if first.bounds is None or not self.columns or not first.longest:
+            return None
+        lead, both = first.length.shape, first.bounds.both
+        each = both.view(*lead, *both.shape[1:])[layer]
+        return PageBounds(each, first.bounds.count.view(lead)[layer])
 
     def layer_views(self) -> list[tuple[PagedTokens, ...]] | None:
         """Return the stored tokens of every layer, in the order of `views` and without tiles.
@@ -461,7 +477,8 @@ class Batch:
         """Count the stored bytes, and those of an uncompressed cache with this size per token."""
         basis = basis_bytes, int(self.seen.sum()) * full_token_bytes
         record = 0 if self.record is None else self.record.nbytes
-        return MemoryReport.of(self.pool, self.tiers, self.window, *basis, record)
+        kept = [store.bounds.nbytes for store in self.tiers.parts if store.bounds is not None]
+        return MemoryReport.of(self.pool, self.tiers, self.window, *basis, record, sum(kept))
 
 
 def rolls_back(policy: KVPolicy) -> bool:

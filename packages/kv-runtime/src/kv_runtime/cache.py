@@ -115,7 +115,9 @@ class PolicyCache:
         self.backend = checked_backend(
             self.device, backend, policy, shape, page_tokens, PolicyCache
         )
-        self._decode_rows = load_rows(self.backend) if self._in_rows else None
+        checks.check_reading(policy, len(self.layout.shapes), self.backend, shared=pool is not None)
+        plain = self._in_rows and policy.reading is None
+        self._decode_rows = load_rows(self.backend) if plain else None
         self._followers: tuple[PolicyCache, ...] = ()  # empty caches that also store the next pass
         self.reset()
 
@@ -239,6 +241,7 @@ class PolicyCache:
 
     def _begin(self, batch: Batch, now: Forward) -> None:
         self._keeper.prepare(batch, now)
+        batch.update_bounds(now.whole)
         self.batch, self._pass, self._next_layer = batch, now, 0
         self._alone = self._order = self._views = None
         self._places = ()
@@ -327,7 +330,7 @@ class PolicyCache:
         options = fresh, scale, watch, self.backend, softcap, sinks, places
         if expanded is None:
             into = out if self.bases is None else None
-            result = attended(batch, now.whole, layer, *options, into)
+            result = attended(batch, now.whole, layer, *options, into, self.policy.reading)
         else:
             checks.check_alone(self.attends_alone)
             result = attended_by_head(now.whole, expanded, *options)

@@ -184,6 +184,43 @@ def check_replay(policy: KVPolicy, replays: bool, kinds: int) -> None:
         )
 
 
+def check_reading(policy: KVPolicy, kinds: int, backend: str, *, shared: bool) -> None:
+    """Raise if a policy reads pages by bounds that cannot be kept, or not be compared.
+
+    Args:
+        policy: the policy.
+        kinds: number of different ranks of its heads.
+        backend: the attention backend.
+        shared: whether the pages are in a pool of several caches.
+
+    Raises:
+        ValueError: the pool is shared, heads are stored with different ranks, there are several
+            tiers, or the backend does not support it.
+    """
+    if policy.reading is None:
+        return
+    if shared:
+        raise ValueError(
+            f"{policy} keeps bounds of pages outside of them, which a pool shared by several "
+            "caches does not account for; use a cache with a pool of its own, or omit the reading"
+        )
+    if kinds > 1:
+        raise ValueError(
+            f"{policy} keeps bounds of pages, but its basis stores heads with {kinds} different "
+            "ranks, for which this is not supported; use one of equal ranks, or omit one of the two"
+        )
+    if policy.formats is not None and policy.formats.tiers > 1:
+        raise ValueError(
+            f"{policy} keeps bounds of the pages of one format, and has {policy.formats.tiers}; "
+            "use one format for all tokens, such as k8v4"
+        )
+    if backend == "triton":
+        raise ValueError(
+            f"{policy} selects pages in each decode step, which waits for the device in every "
+            "layer; the backend 'triton' does not support it, use backend='torch'"
+        )
+
+
 def check_whole(policy: KVPolicy, replay: Replay | None, more: bool) -> None:
     """Raise if a prompt is read in several passes that a policy reads a second time.
 

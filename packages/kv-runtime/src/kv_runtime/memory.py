@@ -23,6 +23,7 @@ PARTS: Final[Mapping[str, str]] = MappingProxyType(
         "spare_bytes": "free pages",
         "window_bytes": "raw window",
         "table_bytes": "page tables",
+        "bound_bytes": "bounds of pages",
         "basis_bytes": "basis",
         "other_bytes": "layers not compressed",
     }
@@ -56,6 +57,7 @@ class MemoryReport:
         Tensor, "N B H"
     ]  # kept tokens per layer, sequence and KV head, including the window
     other_bytes: int = 0  # layers that the policy does not store: sliding windows, states
+    bound_bytes: int = 0  # bounds of the keys in pages, if the policy reads by them
 
     @classmethod
     def of(
@@ -66,6 +68,7 @@ class MemoryReport:
         basis_bytes: int,
         full_bytes: int,
         record_bytes: int = 0,
+        bound_bytes: int = 0,
     ) -> "MemoryReport":
         """Count the memory; the host synchronizes with the device."""
         each = [
@@ -97,6 +100,7 @@ class MemoryReport:
             pages_free=free,
             page_bytes=page,
             tokens=tokens,
+            bound_bytes=bound_bytes,
         )
 
     @classmethod
@@ -113,7 +117,7 @@ class MemoryReport:
     @property
     def total_bytes(self) -> int:
         """All bytes of the cache."""
-        own = self.window_bytes + self.table_bytes + self.basis_bytes
+        own = self.window_bytes + self.table_bytes + self.basis_bytes + self.bound_bytes
         return self.pages_held_bytes + own + self.other_bytes
 
     @property

@@ -161,6 +161,7 @@ class _Unselected:
 
     of: KVPolicy
     selector: None = None
+    reading: None = None
 
     @property
     def formats(self) -> Formats | None:

@@ -95,6 +95,7 @@ def start_tiny(start: Start) -> Start:
         ("k9v9", "'k9v9'; the nearest of .*k8v4"),
         ("k8v4+k4v2", "k8v4 and k4v2 both define how tokens are stored"),
         ("kvzip:keep=25%+k8v4", "reads each prompt a second time, which vLLM does not do"),
+        ("k8v4+quest", "for which vLLM's pool of blocks has no memory"),
     ],
 )
 def test_an_engine_does_not_start_with_a_policy_it_cannot_serve(

@@ -2,12 +2,15 @@
 
 from typing import Final
 
+import torch
+
 from kv_policy.basis import HeadBasis, LayerBasis
 from kv_policy.codec import TokenFormat
 from kv_policy.complete import complete
 from kv_policy.compose import Composed
 from kv_policy.contract import Basis, Capabilities, Formats, KVPolicy, Selector
 from kv_policy.part import Part, split
+from kv_policy.reading import PageReading
 from kv_policy.registry import installed
 from kv_policy.same_shape import keeps_shape
 from kv_policy.shape import CacheShape, Rope
@@ -33,8 +36,8 @@ def check_policy(policy: KVPolicy, shape: CacheShape = _SHAPE) -> None:
     Its text form parses back to an equal policy. Its selector is pure, treats every sequence
     independently, ignores padding, keeps protected tokens, stays within the budget and never moves
     a token to an earlier tier; its formats match its number of tiers, and their codecs pass
-    `check_codec`; its basis fits the heads; and its capabilities are true as far as they can be
-    tested.
+    `check_codec`; its basis fits the heads; it reads at least a page of a head that holds some; and
+    its capabilities are true as far as they can be tested.
 
     Args:
         policy: the policy, alone or composed.
@@ -47,8 +50,8 @@ def check_policy(policy: KVPolicy, shape: CacheShape = _SHAPE) -> None:
     law(isinstance(policy.capabilities, Capabilities), "capabilities must be a Capabilities")
     selector, formats, basis = policy.selector, policy.formats, policy.basis
     law(
-        selector is not None or formats is not None or basis is not None,
-        f"{policy} supplies no selector, no formats and no basis",
+        any(x is not None for x in (selector, formats, basis, policy.reading)),
+        f"{policy} supplies no selector, no formats, no basis and no reading",
     )
     if selector is not None:
         law(isinstance(selector, Selector), f"the selector of {policy} lacks a member of Selector")
@@ -59,6 +62,8 @@ def check_policy(policy: KVPolicy, shape: CacheShape = _SHAPE) -> None:
     if basis is not None:
         law(isinstance(basis, Basis), f"the basis of {policy} lacks a member of Basis")
         _check_basis(basis, policy.capabilities, shape)
+    if policy.reading is not None:
+        _check_reading(policy.reading)
     _check_text(policy)
 
 
@@ -102,6 +107,17 @@ def _check_formats(formats: Formats, shape: CacheShape) -> None:
         )
         check_codec(tier.key)
         check_codec(tier.value)
+
+
+def _check_reading(reading: PageReading) -> None:
+    law(isinstance(reading, PageReading), f"reading is {reading!r}; it must be a PageReading")
+    held = torch.arange(0, 3000)
+    read = reading.pages(held, 16)
+    law(
+        bool(((read >= held.clamp(max=1)) & (read <= held)).all()),
+        f"{reading} reads no page of a head that holds some, or more than it holds",
+    )
+    law(bool((read.diff() >= 0).all()), f"{reading} reads fewer pages of a head that holds more")
 
 
 def _check_basis(basis: Basis, able: Capabilities, shape: CacheShape) -> None:

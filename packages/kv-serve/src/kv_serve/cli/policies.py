@@ -22,6 +22,7 @@ GROUPS: Final[Mapping[tuple[str, ...], str]] = {
     ("selector",): "Selectors: which tokens are kept",
     ("selector", "formats"): "Selectors with formats of their own",
     ("basis",): "Bases: which dimensions are stored",
+    ("reading",): "Readings: which pages a decode step reads",
 }
 OTHER: Final = "Others"
 

@@ -122,8 +122,15 @@ def check_engine(config: VllmConfig, policy: KVPolicy) -> None:
     """Raise if an option of the engine would share, move, split or reinterpret our pages.
 
     Raises:
-        UnservableError: the message names the option; or the policy reads prompts a second time.
+        UnservableError: the message names the option; or the policy reads prompts a second time,
+            or reads some pages in a decode step.
     """
+    if policy.reading is not None:
+        raise UnservableError(
+            f"the policy {policy} reads pages by bounds of their keys, for which vLLM's pool of "
+            "blocks has no memory; use kv_serve.CompressedCache with a model of transformers, or "
+            "omit that part of the policy"
+        )
     if policy.selector is not None and complete(policy.selector).replay is not None:
         raise UnservableError(
             f"the policy {policy} reads each prompt a second time, which vLLM does not do; use "

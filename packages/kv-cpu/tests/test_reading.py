@@ -1,0 +1,165 @@
+"""The native selection of pages, compared with its definition, under each instruction set."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kv_attention import PageBounds, logit_bounds
+from kv_attention import select_pages as selected
+from kv_attention.reading_reference import select_pages as by_definition
+from kv_cpu.reading import declined, select_pages
+from kv_policy import Budget, PagedTokens, PageLayout, PageReading, RawCodec, TokenFormat
+
+READINGS = st.builds(
+    PageReading,
+    st.sampled_from(
+        [Budget(100, "percent"), Budget(50, "percent"), Budget(3, "percent"), Budget(1), Budget(99)]
+    ),
+    st.sampled_from([0, 1, 40]),
+    st.sampled_from([0, 1, 70]),
+)
+SHAPES = st.fixed_dictionaries(
+    {
+        "B": st.integers(1, 2),
+        "H": st.integers(1, 2),
+        "G": st.sampled_from([1, 2, 4, 5, 9]),
+        "D": st.sampled_from([1, 3, 16, 64, 128]),
+        "width": st.sampled_from([1, 3, 20, 300]),
+        "tokens": st.sampled_from([1, 4, 16]),
+        "missing": st.sampled_from([0, 0, 2]),
+        "reverse": st.booleans(),
+        "dtype": st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    }
+)
+
+
+def drawn(
+    seed: int,
+    *,
+    B: int,
+    H: int,
+    G: int,
+    D: int,
+    width: int,
+    tokens: int,
+    missing: int,
+    reverse: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, PagedTokens, PageBounds]:
+    """Draw queries, table rows without tokens, and bounds."""
+    g = torch.Generator().manual_seed(seed)
+    form = TokenFormat(RawCodec(D, torch.float32), RawCodec(1, torch.float32))
+    layout = PageLayout.sized(form, tokens)
+    table = torch.randperm(B * H * width, generator=g).view(B, H, width).int()
+    length = torch.randint(0, width * tokens + 1, (B, H), generator=g)
+    pages = PagedTokens(
+        torch.zeros(1, layout.nbytes, dtype=torch.uint8), table, length, layout, reverse
+    )
+    centre = torch.randn(B, H, width, D, generator=g)
+    half = torch.rand(B, H, width, D, generator=g)
+    both = torch.cat((centre + half, centre - half), -1).bfloat16()
+    count = (length // tokens - missing).clamp(min=0)
+    wide = torch.randn(B, G, H, D, generator=g).to(dtype).transpose(1, 2)  # not contiguous
+    return wide, pages, PageBounds(both, count)
+
+
+def listed(pages: PagedTokens, b: int, h: int) -> list[int]:
+    held = -(-int(pages.length[b, h]) // pages.layout.tokens)
+    row = pages.table[b, h]
+    return (row.flip(0) if pages.reverse else row)[:held].tolist()
+
+
+def assert_same(found: PagedTokens, given: tuple, error: float) -> None:
+    """Each page that only one of two selections reads scores as the worst that is read."""
+    q, pages, bounds, _ = given
+    expected = by_definition(*given)
+    assert (found is pages) == (expected is pages)
+    assert found.length.tolist() == expected.length.tolist()
+    bound = logit_bounds(q.double(), bounds.both)
+    for b, h in torch.cartesian_prod(*map(torch.arange, pages.length.shape)).tolist():
+        mine, other, every = (listed(each, b, h) for each in (found, expected, pages))
+        assert len(set(mine)) == len(mine) == len(other)
+        assert sorted(mine, key=every.index) == mine  # in their order
+        count = int(bounds.count[b, h])
+        known = bound[b, h, :, :count]
+        below = (known - known.amax(-1, keepdim=True)).amax(0) if count else known[0]
+        of = {page: float(below[i]) for i, page in enumerate(every[:count])}
+        for page in set(mine) ^ set(other):
+            least = min(of[each] for each in set(other) if each in of)
+            assert abs(of[page] - least) < error * (1 + abs(float(known.abs().amax())))
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 99), SHAPES, READINGS)
+def test_pages_are_those_of_the_definition(near, seed, shape, reading) -> None:
+    q, pages, bounds = drawn(seed, **shape)
+    given = q, pages, bounds, reading
+    found = select_pages(*given)
+    assert found is not None
+    assert_same(found, given, max(near, 1e-5))
+    if found is not pages:
+        assert found.longest >= int(found.length.max())
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_bounds_of_a_layer_are_read_where_they_are(near, threads) -> None:
+    """Rows of a larger tensor, as the layers of a cache."""
+    shape = dict(B=2, H=2, G=4, D=64, width=300, tokens=4, missing=0, reverse=False)
+    q, pages, bounds = drawn(1, **shape, dtype=torch.bfloat16)
+    every = torch.full((3, 2, 2, 310, 128), torch.nan, dtype=torch.bfloat16)
+    every[1, :, :, :300] = bounds.both
+    reading, before = PageReading(Budget(25, "percent"), 4, 16), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = select_pages(q, pages, replace(bounds, both=every[1]), reading)
+    finally:
+        torch.set_num_threads(before)
+    assert found is not None
+    assert_same(found, (q, pages, bounds, reading), max(near, 1e-5))
+
+
+def test_equal_scores_and_numbers_that_are_none() -> None:
+    shape = dict(B=1, H=1, G=1, D=3, width=6, tokens=1, missing=0, reverse=False)
+    q, pages, bounds = drawn(2, **shape, dtype=torch.float32)
+    pages = replace(pages, length=torch.tensor([[6]]), table=torch.arange(6).view(1, 1, 6).int())
+    both = torch.ones_like(bounds.both)
+    for backend in ("torch", "cpu"):
+        arguments = q, pages, PageBounds(both, torch.tensor([[6]])), PageReading(Budget(2))
+        assert selected(*arguments, backend).table[0, 0, :2].tolist() == [0, 1]
+    both[0, 0, 4] = torch.nan
+    for backend in ("torch", "cpu"):
+        given = q, pages, PageBounds(both, torch.tensor([[6]])), PageReading(Budget(2))
+        assert 4 in selected(*given, backend).table[0, 0, :2].tolist()
+
+
+def test_what_native_code_does_not_read_is_left_to_torch() -> None:
+    shape = dict(B=1, H=1, G=1, D=3, width=20, tokens=1, missing=0, reverse=False)
+    q, pages, bounds = drawn(3, **shape, dtype=torch.float32)
+    wide = replace(bounds, both=bounds.both.double())
+    apart = torch.randn(1, 1, 3, 2).mT  # numbers that are not consecutive
+    for queries, of in ((q.double(), bounds), (q, wide), (apart, bounds)):
+        assert declined(queries, of) is not None
+    assert select_pages(q.double(), pages, bounds, PageReading(Budget(2))) is None
+    assert selected(q.double(), pages, bounds, PageReading(Budget(2)), "cpu").length.max() == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"length": torch.tensor([[21]])}, "a length is 21; it must be 0 to 20"),
+        ({"count": torch.tensor([[21]])}, "a count is 21; it must be 0 to 20"),
+        ({"both": torch.zeros(1, 1, 20, 5, dtype=torch.bfloat16)}, "bounds"),
+        ({"table": torch.zeros(1, 2, 20, dtype=torch.int32)}, "table"),
+    ],
+)
+def test_arguments_that_do_not_match_are_refused(change, message) -> None:
+    shape = dict(B=1, H=1, G=1, D=3, width=20, tokens=1, missing=0, reverse=False)
+    q, pages, bounds = drawn(3, **shape, dtype=torch.float32)
+    pages = replace(pages, **{k: v for k, v in change.items() if k in ("length", "table")})
+    bounds = replace(bounds, **{k: v for k, v in change.items() if k in ("count", "both")})
+    with pytest.raises(RuntimeError, match=message):
+        select_pages(q, pages, bounds, PageReading(Budget(2)))

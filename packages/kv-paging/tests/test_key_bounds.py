@@ -1,0 +1,196 @@
+"""Bounds of keys after random operations, compared with the keys that are stored."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kv_paging import PagePool, Tiers
+from kv_paging.key_bounds import bounds_of
+from kv_policy import DROP, NOBODY, PageLayout, RawCodec, TokenFormat
+
+RAW = TokenFormat(RawCodec(4, torch.float32), RawCodec(2, torch.float32))
+LAYOUT = PageLayout.sized(RAW, 4, scores=True, positions=True)
+HEADS = 2
+
+
+@dataclass
+class World:
+    """Tiers of one tier, whose bounds are kept."""
+
+    seed: int
+    tiers: Tiers
+
+    @classmethod
+    def of(cls, seed: int) -> "World":
+        pool = PagePool(LAYOUT.nbytes, 0, grows=True, poison=True)
+        tiers = Tiers(pool, [LAYOUT], 2, 2, HEADS)
+        tiers.stores[0].keep_bounds()
+        world = cls(seed, tiers)
+        torch.manual_seed(seed)
+        return world
+
+    def append(self, length: int = 11) -> None:
+        rows = self.tiers.table_rows()
+        shape = len(rows), length
+        keep = torch.rand(shape) < 0.7
+        self.tiers.append(
+            0, rows, torch.randn(*shape, 4), torch.randn(*shape, 2), keep,
+            torch.rand(shape), torch.arange(length).expand(shape),
+        )  # fmt: skip
+
+    def step(self, victim: int, until: int = 0) -> None:
+        rows = len(self.tiers.table_rows())
+        _, place = self.tiers.weakest()
+        which = torch.zeros(rows, dtype=torch.uint8)
+        self.tiers.step(
+            which, which + victim, which + DROP, place,
+            torch.randn(rows, 4), torch.randn(rows, 2), torch.rand(rows), torch.full((rows,), 99),
+        )  # fmt: skip
+
+    def grow(self) -> None:
+        self.step(NOBODY)
+
+    def evict_one(self) -> None:
+        self.step(0)
+
+    def compact(self) -> None:
+        store = self.tiers.stores[0]
+        rows = store.table_rows()[torch.rand(len(store.table_rows())) < 0.5]
+        store.compact(rows, torch.rand(len(rows), store.longest) < 0.6)
+
+    def remove(self) -> None:
+        store = self.tiers.stores[0]
+        some = store.length.flatten() > 2
+        store.remove(store.table_rows(), torch.where(some, 1, -1))
+
+    def replace(self) -> None:
+        store = self.tiers.stores[0]
+        rows = store.table_rows()
+        slot = torch.where(store.length.flatten() > 2, 2, -1)
+        place = torch.full_like(slot, 7)
+        given = torch.randn(len(rows), 4) * 9, torch.randn(len(rows), 2), torch.rand(len(rows))
+        store.replace(rows, slot, *given, place)
+
+    def select(self) -> None:
+        count = self.tiers.stores[0].length.shape[1]
+        self.tiers.select(torch.randint(0, count, (3,)))
+
+    def truncate(self) -> None:
+        self.tiers.truncate(torch.randint(0, 12, (self.tiers.stores[0].length.shape[1],)))
+
+    def clear(self) -> None:
+        self.tiers.clear(torch.tensor([0]))
+
+    def trim(self) -> None:
+        self.tiers.trim()
+
+    def join(self) -> None:
+        other = Tiers(self.tiers.pool, [LAYOUT], 2, 1, HEADS)
+        other.stores[0].keep_bounds()
+        World(0, other).append(9)
+        self.tiers.join(other)
+
+    def update(self) -> None:
+        store = self.tiers.stores[0]
+        assert store.bounds is not None
+        store.update_bounds()
+        full = store.length.flatten().long() // LAYOUT.tokens
+        assert store.bounds.count.tolist() == full.tolist()
+        self.check()
+
+    def check(self) -> None:
+        """Compare each bound with the keys of its page, and how near it is to them."""
+        store = self.tiers.stores[0]
+        assert store.bounds is not None
+        found = store.read(store.table_rows(), frozenset({"keys"}))
+        assert found.key is not None
+        for row, count in enumerate(store.bounds.count.tolist()):
+            for at in range(count):
+                keys = found.key[row, at * 4 : at * 4 + 4]
+                high, low = store.bounds.both[row, at].float().split(4)
+                for bound, true in ((high, keys.amax(0)), (-low, -keys.amin(0))):
+                    assert (bound >= true).all()
+                    assert (bound - true <= true.abs() / 128).all()
+
+
+OPERATIONS: tuple[Callable[[World], None], ...] = (
+    World.append, World.grow, World.evict_one, World.compact, World.remove, World.replace,
+    World.select, World.truncate, World.clear, World.trim, World.join,
+)  # fmt: skip
+
+
+@settings(max_examples=80)
+@given(
+    st.integers(0, 99),
+    st.lists(st.sampled_from([*OPERATIONS, World.append, World.update, World.update]), max_size=12),
+)
+def test_bounds_are_of_the_stored_keys_after_any_operations(seed, operations) -> None:
+    world = World.of(seed)
+    world.append()
+    world.update()
+    for operation in operations:
+        operation(world)
+        if world.tiers.stores[0].bounds.count.numel() == world.tiers.stores[0].length.numel():
+            world.check()  # what is still known is right
+    world.update()
+
+
+def test_appending_drops_no_bound() -> None:
+    world = World.of(1)
+    world.append(20)
+    world.update()
+    store = world.tiers.stores[0]
+    before = store.bounds.count.clone()
+    world.append(20)
+    for _ in range(5):
+        rows = torch.randn(len(store.table_rows()), 4)
+        some = torch.ones(len(rows), dtype=torch.bool)
+        world.tiers.grow(some, rows, rows[:, :2], rows[:, 0], some.long())
+    assert torch.equal(store.bounds.count, before)
+    world.tiers.truncate(torch.tensor([100, 100]))
+    assert torch.equal(store.bounds.count, before)
+    world.update()
+
+
+def test_an_eviction_drops_bounds_of_its_rows_alone() -> None:
+    world = World.of(2)
+    world.append(30)
+    world.update()
+    store = world.tiers.stores[0]
+    before = store.bounds.count.clone()
+    keep = torch.ones(1, store.longest, dtype=torch.bool)
+    keep[0, 3] = False
+    store.compact(torch.tensor([3]), keep)
+    assert store.bounds.count[3] == 0
+    before[3] = 0
+    assert torch.equal(store.bounds.count, before)
+
+
+@pytest.mark.parametrize("x", [1.0, -1.0, 1 + 2**-9, -1 - 2**-9, 3e38, -3e38, 0.0])
+def test_bounds_are_rounded_outwards(x: float) -> None:
+    key = torch.full((1, 2, 1), x)
+    high, low = bounds_of(key, torch.ones(1, 2, dtype=torch.bool))[0].float().tolist()
+    assert low <= x <= high
+    assert abs(high - x) <= abs(x) / 128
+
+
+def test_empty_slots_have_no_part_in_bounds() -> None:
+    key = torch.tensor([[[1.0], [torch.nan], [3.0]]])
+    held = torch.tensor([[True, False, True]])
+    assert bounds_of(key, held).tolist() == [[3.0, 1.0]]
+    high, low = bounds_of(key, torch.zeros_like(held))[0].tolist()
+    assert high < -1e38
+    assert low > 1e38
+
+
+def test_bytes_are_those_of_the_tensors() -> None:
+    world = World.of(3)
+    world.append(30)
+    world.update()
+    bounds = world.tiers.stores[0].bounds
+    rows, width = world.tiers.stores[0].length.numel(), bounds.both.shape[1]
+    assert bounds.nbytes == rows * (width * 2 * 4 * 2 + 8)

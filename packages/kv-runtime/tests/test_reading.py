@@ -1,0 +1,268 @@
+"""Caches whose decode steps read some pages, by bounds of their keys."""
+
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import ClassVar
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kv_attention import PageBounds, select_pages
+from kv_attention.reading_reference import select_pages as by_definition
+from kv_paging import PagePool
+from kv_policy import Budget, CompositionError, PagedTokens, PageReading, Part, compose, parse
+from kv_runtime.cache import PolicyCache
+from kv_runtime.layout import Layout
+from native import need
+from tiered_policies import SHAPE, ByKey, Exact, Ladder, Turned
+from tiered_world import World, one, ragged
+
+
+@dataclass(frozen=True)
+class Reads(Part):
+    """Reads a number of tokens in pages, and no page in particular."""
+
+    name: ClassVar[str] = "reads"
+    tokens: int = 0  # 0: all
+    whole: int = 0
+
+    @property
+    def reading(self) -> PageReading:
+        budget = Budget(self.tokens) if self.tokens else Budget(100, "percent")
+        return PageReading(budget, whole_layers=self.whole)
+
+
+@dataclass(frozen=True)
+class _Two(Exact):
+    """Two formats, and a reading, that no composition has checked."""
+
+    tiers: int = 2
+
+    @property
+    def reading(self) -> PageReading:
+        return PageReading(Budget(8))
+
+
+KEEPING = {
+    "raw": parse("raw"),
+    "window": Exact(1, 5),
+    "blocks": Exact(1, block=4),
+    "blocks-window": Exact(1, 5, block=4),
+    "turned": compose(Turned(), parse("raw")),
+    "together": compose(Turned("7", "6", together=2), parse("raw")),
+    "bykey": ByKey(budget=Budget(20)),
+    "bykey-again": ByKey(budget=Budget(20), every=3),
+    "bykey-again-blocks": compose(ByKey(budget=Budget(20), every=3), Exact(1, block=4)),
+    "bykey-again-window": compose(ByKey(budget=Budget(20), every=3), Exact(1, 5)),
+}
+
+
+def go(world: World) -> None:
+    world.forward(ragged(31, 18))
+    world.go_on(9)
+    world.forward(ragged(3, 11))
+    world.go_on(5)
+    chosen = torch.tensor([1, 1, 0])
+    world.cache.select(chosen)
+    world.sequences = 3
+    world.key, world.value = world.key[:, chosen], world.value[:, chosen]
+    world.seen = world.seen[chosen]
+    world.go_on(6)
+
+
+@dataclass
+class Watched:
+    """Selections as they are made, each compared with its definition.
+
+    What is not read becomes NaN, in a copy of the pages.
+    """
+
+    calls: int = 0
+    fewer: int = 0
+    poison: bool = True
+
+    def __call__(
+        self,
+        q: Tensor,
+        pages: PagedTokens,
+        bounds: PageBounds,
+        reading: PageReading,
+        backend: str,
+    ) -> PagedTokens:
+        self.calls += 1
+        tokens = pages.layout.tokens
+        assert bounds.count.tolist() == (pages.length.long() // tokens).tolist()
+        found = select_pages(q, pages, bounds, reading, backend)
+        expected = by_definition(q, pages, bounds, reading)
+        assert found.length.tolist() == expected.length.tolist()
+        if found is pages:
+            assert expected is pages
+            return pages
+        self.fewer += 1
+        held = (found.length.long() + tokens - 1) // tokens
+        data = torch.full_like(pages.data, 255)
+        for b, h in torch.cartesian_prod(*map(torch.arange, held.shape)).tolist():
+            mine = found.table[b, h, : held[b, h]].tolist()
+            assert mine == expected.table[b, h, : held[b, h]].tolist()
+            data[mine] = pages.data[mine]
+        return replace(found, data=data) if self.poison else found
+
+
+@pytest.fixture
+def watched() -> Iterator[Watched]:
+    seen = Watched()
+    with patch("kv_runtime.attention.select_pages", seen):
+        yield seen
+
+
+@pytest.mark.parametrize("name", KEEPING)
+def test_all_pages_are_the_cache_as_it_is(name) -> None:
+    torch.manual_seed(7)
+    go(World(compose(KEEPING[name], Reads())))
+
+
+@pytest.mark.parametrize("name", KEEPING)
+def test_pages_are_selected_by_true_bounds_and_no_other_is_read(name, watched) -> None:
+    torch.manual_seed(7)
+    policy = compose(KEEPING[name], Reads(8))
+    cache = PolicyCache(policy, SHAPE, page_tokens=4, backend="torch")
+    outputs = steps(cache, (ragged(31, 18), *[one()] * 9, ragged(3, 11), *[one()] * 6))
+    cache.select(torch.tensor([1, 1, 0]))
+    outputs += steps(cache, [one(3)] * 5)
+    assert all(x.isfinite().all() for x in outputs)
+    assert watched.fewer > 20
+    cache.batch.tiers.parts[0].update_bounds()
+    check_bounds(cache)
+
+
+def check_bounds(cache: PolicyCache) -> None:
+    """Compare the bounds with the keys that are stored."""
+    store = cache.batch.tiers.parts[0]
+    tokens, found = store.layout.tokens, store.read(store.table_rows(), frozenset({"keys"}))
+    high, low = store.bounds.both.float().chunk(2, -1)
+    for row, count in enumerate(store.bounds.count.tolist()):
+        for at in range(count):
+            slots = slice(at * tokens, (at + 1) * tokens)
+            keys = found.key[row, slots][found.held[row, slots]]
+            assert (keys <= high[row, at]).all()
+            assert (keys >= low[row, at]).all()
+
+
+def steps(cache: PolicyCache, passes: object) -> list[Tensor]:
+    """Run passes of random vectors; return the outputs of their last columns."""
+    found = []
+    for valid in passes:
+        sequences, width = valid.shape
+        cache.begin(valid)
+        for layer in range(SHAPE.layers):
+            query = torch.randn(sequences, 2, 2, width, 6)
+            key, value = torch.randn(sequences, 2, width, 6), torch.randn(sequences, 2, width, 5)
+            out = cache.attend(layer, query, key, value, 0.4)
+        found.append(out[..., -1, :])
+    return found
+
+
+@settings(max_examples=15)
+@given(st.integers(0, 99), st.sampled_from([4, 8, 20]), st.sampled_from(sorted(KEEPING)))
+def test_what_is_read_is_what_the_whole_cache_gives_if_nothing_else_is_stored(
+    seed, tokens, name
+) -> None:
+    """Two caches, one of which reads little, hold the same tokens afterwards."""
+    outputs, caches = [], []
+    for part in (Reads(tokens), Reads()):
+        torch.manual_seed(seed)
+        cache = PolicyCache(compose(KEEPING[name], part), SHAPE, page_tokens=4, backend="torch")
+        outputs.append(steps(cache, (ragged(30, 30), *[one()] * 8)))
+        caches.append(cache)
+    assert torch.equal(outputs[0][0], outputs[1][0])  # a prompt reads everything
+    mine, other = (cache.batch.tiers.counts() for cache in caches)
+    assert torch.equal(mine, other)
+    mine, other = (c.batch.tiers.parts[0].read_layer(1, frozenset({"keys"})) for c in caches)
+    assert torch.equal(mine.key[mine.held], other.key[other.held])
+
+
+def test_first_layers_read_everything_if_told_to(watched) -> None:
+    torch.manual_seed(1)
+    cache = PolicyCache(Reads(4, whole=2), SHAPE, page_tokens=4, backend="torch")
+    steps(cache, (ragged(30, 30), *[one()] * 3))
+    assert watched.calls == watched.fewer == 3  # the third of three layers
+
+
+def test_native_code_reads_the_same(watched) -> None:
+    need("cpu")
+    watched.poison = False
+    outputs = []
+    for backend in ("torch", "cpu"):
+        torch.manual_seed(3)
+        cache = PolicyCache(Reads(8), SHAPE, page_tokens=4, backend=backend)
+        outputs.append(steps(cache, (ragged(31, 18), *[one()] * 9)))
+    for mine, other in zip(*outputs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+
+
+def test_tokens_taken_back_leave_true_bounds(watched) -> None:
+    torch.manual_seed(4)
+    cache = PolicyCache(compose(Reads(8), parse("raw")), SHAPE, page_tokens=4, backend="torch")
+    steps(cache, (ragged(31, 18), *[one()] * 9))
+    cache.roll_back(6)
+    steps(cache, [one()] * 9)
+    check_bounds(cache)
+
+
+def test_a_copy_and_a_restored_state_go_on_alike(watched) -> None:
+    torch.manual_seed(5)
+    cache = PolicyCache(compose(Reads(8), parse("raw")), SHAPE, page_tokens=4, backend="torch")
+    steps(cache, (ragged(31, 18), *[one()] * 4))
+    again = PolicyCache(cache.policy, SHAPE, page_tokens=4, backend="torch")
+    again.restore(cache.state())
+    found = []
+    for each in (deepcopy(cache), again, cache):
+        torch.manual_seed(6)
+        found.append(torch.stack(steps(each, [one()] * 7)))
+    for each in found[1:]:
+        torch.testing.assert_close(each, found[0])
+
+
+def test_bytes_of_bounds_are_in_the_report() -> None:
+    cache = PolicyCache(Reads(8), SHAPE, page_tokens=4, backend="torch")
+    steps(cache, (ragged(31, 18),))
+    assert cache.memory().bound_bytes == 12 * 8  # a count per table row
+    steps(cache, [one()])
+    memory, store = cache.memory(), cache.batch.tiers.parts[0]
+    assert memory.bound_bytes == store.bounds.nbytes > 12 * 7 * 2 * 6 * 2
+    parts = memory.pages_held_bytes + memory.table_bytes + memory.window_bytes
+    assert memory.total_bytes == parts + memory.bound_bytes
+    assert "bounds of pages" in repr(memory)
+    plain = PolicyCache(parse("raw"), SHAPE, page_tokens=4, backend="torch")
+    steps(plain, (ragged(31, 18), one()))
+    assert plain.memory().bound_bytes == 0
+
+
+def test_what_cannot_have_bounds_is_refused() -> None:
+    layout = Layout.of(Reads(8), SHAPE, None, 4)
+    pool = PagePool(layout.page_bytes, 0, grows=True)
+    with pytest.raises(ValueError, match=r"which a pool shared by several caches does not account"):
+        PolicyCache(Reads(8), SHAPE, page_tokens=4, pool=pool)
+    ranks = compose(Turned("6253", "154"), parse("raw"), Reads(8))
+    with pytest.raises(ValueError, match=r"stores heads with .* different ranks"):
+        PolicyCache(ranks, SHAPE, page_tokens=4)
+    with pytest.raises(CompositionError, match=r"ladder observes the attention of generated"):
+        compose(Ladder(), Exact(2), Reads(8))
+    with pytest.raises(ValueError, match=r"keeps bounds of the pages of one format, and has 2"):
+        PolicyCache(_Two(), SHAPE, page_tokens=4)
+    with pytest.raises(ValueError, match=r"'triton' does not support it, use backend='torch'"):
+        PolicyCache(Reads(8), SHAPE, page_tokens=4, backend="triton")
+
+
+def test_a_model_that_selects_tokens_itself_is_refused() -> None:
+    cache = PolicyCache(Reads(8), SHAPE, page_tokens=4, backend="torch")
+    cache.begin(one())
+    x = torch.randn(2, 2, 1, 6)
+    chosen = torch.ones(2, 1, 1, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"this model selects the tokens itself"):
+        cache.attend(0, x[:, :, None], x, x[..., :5], 0.4, chosen=chosen)
