@@ -9,7 +9,7 @@ from tools.tables.markdown import figures, renewed, said, section, shown
 from tools.tables.page import PAGE, RESULTS, WRITERS, renew, result, tables
 
 TEXT = PAGE.read_text()
-UNMEASURED = {"gpu"}  # what no machine has measured yet
+UNMEASURED = {"gpu", "ruler"}  # what no machine has measured yet
 NAMES = sorted(path.stem for path in RESULTS.glob("*.json"))
 ONE = "\n| a |\n|---|\n| 1 |\n\nprose\n\n| b |\n|---|\n| 2 |\n\n"
 SMALL = f"# Page\n\n## one\n{ONE}## two\n\n| c |\n"
@@ -37,6 +37,25 @@ def test_every_result_has_a_writer_and_every_section_a_result() -> None:
     assert {*WRITERS} - {*NAMES} <= UNMEASURED
     assert {*NAMES} <= {*WRITERS}
     assert re.findall(r"^## (\w+)$", TEXT, re.MULTILINE) == NAMES
+
+
+def test_a_table_of_ruler_has_every_task_and_policy() -> None:
+    cell = {"samples": 2, "mean": 0.5, "interval": [0.25, 0.75], "change": None, "bytes": 1.0}
+    ways = [{"policy": "full"}, {"policy": "k8v4", "change": [-0.5, 0.25], "bytes": 0.39}]
+    rows: list[dict[str, object]] = [
+        {**cell, "tokens": 1.0, **way, "kind": kind, "task": task}
+        for kind, tasks in (("cell", ("vt", "qa_1")), ("mean", ("ruler",)))
+        for task in tasks
+        for way in ways
+    ]
+    result = {"name": "ruler", "summary": {"mean_k8v4": 0.5}, "rows": [{"kind": "about"}, *rows]}
+    _, means, scores = WRITERS["ruler"](result, {"mean_k8v4": "the mean"})
+    assert means.splitlines()[2:] == [
+        "| the full cache | 0.500 (0.250 to 0.750) |  | 1.000 | 1.000 |",
+        "| `k8v4` | 0.500 (0.250 to 0.750) | -0.500 to +0.250 | 0.390 | 1.000 |",
+    ]
+    assert scores.splitlines()[0] == "| task | the full cache | `k8v4` |"
+    assert scores.splitlines()[3] == "| `qa_1` | 0.50 (0.25 to 0.75) | 0.50 (0.25 to 0.75) |"
 
 
 def test_writing_again_changes_nothing() -> None:

@@ -6,6 +6,7 @@ A prompt is read once for several policies; each cache then answers separately.
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -73,15 +74,15 @@ def run_samples(
     Args:
         loaded: the model.
         policies: canonical, `full` first.
-        samples: to run; if `batch` is more than 1, with prompts of equal length.
+        samples: to run.
         journal: receives every finished sample.
         make: creates the caches.
-        batch: samples that run together.
+        batch: the most samples that run together; only neighbours of equal lengths do.
         first: number of the first sample.
         together: caches of one prompt in memory at the same time.
     """
-    for place in range(0, len(samples), batch):
-        start, chosen = first + place, samples[place : place + batch]
+    for place, chosen in _batches(samples, batch):
+        start = first + place
         reference = Reference(partial(_steps_of_full, loaded, chosen, make))
         for specs in _together(policies, together):
             have = {spec: _known(journal, spec, chosen, start) for spec in specs}
@@ -92,6 +93,20 @@ def run_samples(
                     have[spec] = next(fresh)
                     journal.append(have[spec])
                 yield from have[spec]
+
+
+def _batches(samples: Sequence[Sample], most: int) -> Iterator[tuple[int, Sequence[Sample]]]:
+    """Yield runs of at most `most` samples whose parts are equally long, with their place."""
+    place = 0
+    for _, group in groupby(samples, key=_lengths):
+        alike = [*group]
+        for i in range(0, len(alike), most):
+            yield place + i, alike[i : i + most]
+        place += len(alike)
+
+
+def _lengths(sample: Sample) -> tuple[int, int, int]:
+    return len(sample.prompt_ids), len(sample.question_ids), len(sample.target_ids)
 
 
 def _together(policies: Sequence[str], together: int) -> list[Sequence[str]]:
