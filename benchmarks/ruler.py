@@ -6,11 +6,13 @@ scores are RULER's string match. Cells are the mean of a policy on a task, `mean
 of its tokens that is kept per KV head. The tasks are generated here, and `qa_1` and `qa_2` are
 questions about generated facts: figures are to be compared with each other, not with RULER's.
 
-SmolLM2-135M reads 2,000 tokens: it was trained on texts of that length, and at 4,096 tokens its
-full cache fails most tasks, which then say nothing about a policy. A larger model is measured by
-the same script on a GPU: `--model NAME --length 4096 --results FOLDER`, with `--gate FILE` for a
-gate that was fitted to it. Finished samples are in `ruler.partial` beside the results; a later run
-resumes from them.
+By default it is of SmolLM2-135M on two cores, for which two things are cut: prompts have 1,000
+tokens (`--length`), in which the full cache of so small a model still finds what is hidden, and
+answers end after 64 tokens (`--answer`), into which four numbers or ten words fit, instead of the
+128 and 120 of RULER. A larger model is measured by the same script on a GPU, with `--model NAME
+--length 4096 --answer 128 --results FOLDER`, and with `--gate FILE` for a gate fitted to it.
+
+Finished samples are in `ruler.partial` beside the results; a later run resumes from them.
 """
 
 import argparse
@@ -90,9 +92,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", help="another model than SmolLM2-135M; needs --results")
     parser.add_argument("--device", help="by default a GPU, if there is one")
     parser.add_argument("--gate", help="a gate that was fitted to the model")
-    parser.add_argument("--length", type=count, default=2000, help="tokens of a prompt")
+    parser.add_argument("--length", type=count, default=1000, help="tokens of a prompt")
+    parser.add_argument("--answer", type=count, default=64, help="maximum tokens of an answer")
     parser.add_argument("--samples", type=count, default=32, help="prompts of a task")
-    parser.add_argument("--batch", type=count, default=8, help="prompts that run together")
+    parser.add_argument("--batch", type=count, default=16, help="prompts that run together")
     parser.add_argument("--results", type=Path, help="folder of the result and of its journal")
     given = parser.parse_args()
     if given.model is not None and given.results is None:
@@ -110,10 +113,16 @@ def main() -> None:
     given = arguments()
     names = policies(given.gate, quick=given.quick)
     plan = Plan(
-        (FULL, *names.values()), RULER, (SETTING,), given.length, given.samples, batch=given.batch
+        (FULL, *names.values()),
+        RULER,
+        (SETTING,),
+        given.length,
+        given.samples,
+        batch=given.batch,
+        answer=given.answer,
     )
     if given.quick:
-        plan = replace(plan, length=600, samples=2)
+        plan = replace(plan, length=700, samples=2, answer=4)
     folder = given.results or _result.RESULTS
     loaded = load_model(given.model, device=given.device, progress=CONSOLE.print)
     quick = ".quick" if given.quick else ""
@@ -125,6 +134,7 @@ def main() -> None:
         "fingerprint": loaded.fingerprint,
         "length": plan.length,
         "samples": plan.samples,
+        "answer": plan.answer,
         "setting": SETTING,
     }
     rows = [

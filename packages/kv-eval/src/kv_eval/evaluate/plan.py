@@ -1,7 +1,7 @@
 """The plan of an evaluation: tasks, settings and samples."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, get_args
 
 from kv_eval.evaluate.provenance import subject
@@ -60,6 +60,7 @@ class Plan:
     seeds: int = 1
     batch: int = 4  # samples that run together in tasks whose prompts have equal lengths
     continuation: int = 256  # tokens scored by nll
+    answer: int | None = None  # maximum tokens of an answer of RULER; None: as in RULER
     split: bool = True  # whether a question may follow a compressed prompt
 
     def __post_init__(self) -> None:
@@ -145,6 +146,7 @@ class Plan:
             "seeds": self.seeds,
             "batch": self.batch,
             "continuation": self.continuation,
+            **({} if self.answer is None else {"answer": self.answer}),
         }
 
     def _seeded(
@@ -168,7 +170,13 @@ class Plan:
             case "agreement":
                 return agreement(tokenizer, text, **size)
             case _:
-                return ruler_samples(task, tokenizer, text, setting=setting, **size)
+                samples = ruler_samples(task, tokenizer, text, setting=setting, **size)
+                most = self.answer
+                return samples if most is None else tuple(_ending(each, most) for each in samples)
+
+
+def _ending(sample: Sample, most: int) -> Sample:
+    return replace(sample, new_tokens=min(most, sample.new_tokens))
 
 
 def _expect_readable(loaded: "LoadedModel", samples: tuple[Sample, ...]) -> None:

@@ -15,7 +15,7 @@ from kv_eval.evaluate.decode import answer, ends_of, forced, read
 from kv_eval.evaluate.divergence import Reference, Steps, scored
 from kv_eval.evaluate.journal import Finished, Journal
 from kv_eval.evaluate.plan import Plan
-from kv_eval.evaluate.scored import Said, finished
+from kv_eval.evaluate.scored import Said, finished, is_final
 from kv_eval.evaluate.shared import read_prompt
 from kv_eval.tasks import Sample, Text
 from kv_transformers.from_text import FULL, MakeCache, caches_of, held
@@ -182,7 +182,14 @@ def _ask(
             surprise, apart = scored(steps, targets, reference)
     else:
         ends = ends_of(model) if first.stop else ()
-        spoken = answer(model, cache, logits, first.new_tokens, ends)
+        spoken = answer(
+            model,
+            cache,
+            logits,
+            first.new_tokens,
+            ends,
+            lambda i, tokens: is_final(loaded, samples[i], tokens),
+        )
     seconds = (time.perf_counter() - began) / len(samples)
     kv_bytes, full_bytes = (round(n / len(samples)) for n in (size.kv_bytes, size.full_bytes))
     kept = size.kept or ((),) * len(samples)

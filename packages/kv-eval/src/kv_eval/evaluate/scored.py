@@ -91,10 +91,21 @@ def finished(
     )
 
 
+def is_final(loaded: "LoadedModel", sample: Sample, tokens: Sequence[int]) -> bool:
+    """Return whether more tokens cannot change the score: all strings of a string match are there.
+
+    Whole words are never final, as the next token may go on with the last one.
+    """
+    return sample.match != "words" and _matched(loaded, sample, tokens) == 1
+
+
+def _matched(loaded: "LoadedModel", sample: Sample, tokens: Sequence[int]) -> float:
+    return _MATCHES[sample.match](str(loaded.tokenizer.decode(list(tokens))), sample.answers)
+
+
 def _score(loaded: "LoadedModel", sample: Sample, said: Said, reference: tuple[int, ...]) -> float:
     if said.nats is not None:
         return said.nats
     if sample.answers:
-        match = _MATCHES[sample.match]
-        return match(str(loaded.tokenizer.decode(list(said.tokens))), sample.answers)
+        return _matched(loaded, sample, said.tokens)
     return agreement_share(said.tokens, reference)
