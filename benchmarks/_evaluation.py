@@ -1,6 +1,7 @@
 """Running the plan of an evaluation for a benchmark; a later run resumes it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from statistics import fmean
 from typing import Final
 
@@ -27,14 +28,15 @@ def evaluated(
     name: str,
     make: MakeCache | None = None,
     together: int = TOGETHER,
+    folder: Path = _result.RESULTS,
 ) -> Journal:
     """Run a plan; what was finished before an interruption is not run again.
 
-    The journal is `<name>.partial` beside the results. `make` makes the caches, of which a prompt
-    has up to `together` at once.
+    The journal is `<name>.partial` beside the results, in `folder`. `make` makes the caches, of
+    which a prompt has up to `together` at once.
     """
     text = default_text()
-    path = _result.RESULTS / f"{name}.partial"
+    path = folder / f"{name}.partial"
     journal, sentence = open_journal(path, plan.identity(loaded, text))
     if sentence:
         CONSOLE.print(sentence)
@@ -67,27 +69,36 @@ def cells(
 ) -> Iterator[Row]:
     """Yield the mean of each policy in each cell, with its interval and that of the change.
 
-    `names` are what policies are called. `bytes` are of those of a full cache in 16 bits.
+    `names` are what policies are called. `bytes` are of those of a full cache in 16 bits, and
+    `tokens` those kept per KV head, of the prompt's.
     """
     element = torch.empty(0, dtype=loaded.model.dtype).element_size()
     for task, setting in plan.pairs:
-        full = [each.score for each in finished(plan, journal, FULL, task, setting)]
+        full = finished(plan, journal, FULL, task, setting)
         for spec in plan.policies:
             found = finished(plan, journal, spec, task, setting)
-            scores = [each.score for each in found]
-            held = fmean(each.kv_bytes / each.full_bytes for each in found) * element / 2
-            yield {
-                "kind": "cell",
-                "name": FULL if spec == FULL else names[spec],
-                "task": task,
-                "setting": setting,
-                "policy": spec,
-                "samples": len(scores),
-                "mean": fmean(scores),
-                "interval": of_mean(scores),
-                "change": of_change(scores, full) if spec != FULL else None,
-                "bytes": 1.0 if spec == FULL else held,
-            }
+            yield cell(found, full, FULL if spec == FULL else names[spec], element)
+
+
+def cell(samples: Sequence[Finished], full: Sequence[Finished], name: str, element: int) -> Row:
+    """Return the means of a policy's samples beside those of the full cache; see `cells`."""
+    first, scores = samples[0], [each.score for each in samples]
+    held = fmean(each.kv_bytes / each.full_bytes for each in samples) * element / 2
+    shares = [each.kept_share for each in samples if each.kept_share is not None]
+    is_full = first.policy == FULL
+    return {
+        "kind": "cell",
+        "name": name,
+        "task": first.task,
+        "setting": first.setting,
+        "policy": first.policy,
+        "samples": len(scores),
+        "mean": fmean(scores),
+        "interval": of_mean(scores),
+        "change": None if is_full else of_change(scores, [each.score for each in full]),
+        "bytes": 1.0 if is_full else held,
+        "tokens": 1.0 if is_full else fmean(shares),
+    }
 
 
 def finished(plan: Plan, journal: Journal, spec: str, task: str, setting: str) -> list[Finished]:

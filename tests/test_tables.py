@@ -11,7 +11,7 @@ from tools.tables import summary
 from tools.tables.markdown import figures, number, renewed, said, shown
 from tools.tables.page import PAGES, RESULTS, ROOT, WRITERS, page_of, path_of, renew, result, tables
 
-UNMEASURED = {"gpu"}  # what no machine has measured yet
+UNMEASURED = {"gpu", "ruler", "documents_joined"}  # what no machine has measured yet
 NAMES = sorted(path.stem for path in RESULTS.glob("*.json"))
 SMALL = "# Page\n\n| a |\n|---|\n| 1 |\n\nprose\n\n| b |\n|---|\n| 2 |\n"
 
@@ -49,6 +49,25 @@ def test_a_page_has_a_title_in_words() -> None:
     titles = [summary.title(name) for name in NAMES]
     assert len({*titles}) == len(titles)
     assert not any("_" in title for title in titles)
+
+
+def test_a_table_of_ruler_has_every_task_and_policy() -> None:
+    cell = {"samples": 2, "mean": 0.5, "interval": [0.25, 0.75], "change": None, "bytes": 1.0}
+    ways = [{"policy": "full"}, {"policy": "k8v4", "change": [-0.5, 0.25], "bytes": 0.39}]
+    rows: list[dict[str, object]] = [
+        {**cell, "tokens": 1.0, **way, "kind": kind, "task": task}
+        for kind, tasks in (("cell", ("vt", "qa_1")), ("mean", ("ruler",)))
+        for task in tasks
+        for way in ways
+    ]
+    result = {"name": "ruler", "summary": {"mean_k8v4": 0.5}, "rows": [{"kind": "about"}, *rows]}
+    _, means, scores = WRITERS["ruler"](result, {"mean_k8v4": "the mean"})
+    assert means.splitlines()[2:] == [
+        "| the full cache | 0.500 (0.250 to 0.750) |  | 1.000 | 1.000 |",
+        "| `k8v4` | 0.500 (0.250 to 0.750) | -0.500 to +0.250 | 0.390 | 1.000 |",
+    ]
+    assert scores.splitlines()[0] == "| task | the full cache | `k8v4` |"
+    assert scores.splitlines()[3] == "| `qa_1` | 0.50 (0.25 to 0.75) | 0.50 (0.25 to 0.75) |"
 
 
 def test_the_summary_is_that_of_the_results_and_lists_every_page() -> None:

@@ -113,8 +113,7 @@ def gate_line(policy: str, asked: Iterable[tuple[str, ...]], cells: Iterable[Row
     """Write what a policy held and its mean in each cell, with the interval of the mean."""
     mine = [cell for cell in cells if cell["policy"] == policy]
     found = {(cell["task"], cell["setting"]): cell for cell in reversed(mine)}  # the first part's
-    name = "the full cache" if policy == "full" else f"`{policy}`"
-    line = [name, f"{mine[0]['bytes']:.3f}"]
+    line = [policy_of(mine[0]), f"{mine[0]['bytes']:.3f}"]
     for task, setting, _ in asked:
         cell = found.get((task, setting))
         digits = 3 if task in ("nll", "agreement") else 2
@@ -126,6 +125,41 @@ def scored(cell: Row, digits: int) -> str:
     """Write a mean with its interval."""
     low, high = (f"{each:.{digits}f}" for each in cell["interval"])
     return f"{cell['mean']:.{digits}f} ({low} to {high})"
+
+
+def ruler(result: Row, said: Said) -> Iterator[str]:
+    """Yield the figures, the means over all tasks, and the scores of every task."""
+    yield markdown.figures(result, said)
+    means = [row for row in result["rows"] if row["kind"] == "mean"]
+    yield table(
+        ("policy", "mean over the tasks", "change from the full cache", "bytes", "tokens"),
+        (
+            (
+                policy_of(row),
+                scored(row, 3),
+                ""
+                if row["change"] is None
+                else " to ".join(f"{end:+.3f}" for end in row["change"]),
+                f"{row['bytes']:.3f}",
+                f"{row['tokens']:.3f}",
+            )
+            for row in means
+        ),
+    )
+    cells = [row for row in result["rows"] if row["kind"] == "cell"]
+    found = {(row["task"], row["policy"]): row for row in cells}
+    yield table(
+        ("task", *map(policy_of, means)),
+        (
+            (f"`{task}`", *(scored(found[task, row["policy"]], 2) for row in means))
+            for task in dict.fromkeys(row["task"] for row in cells)
+        ),
+    )
+
+
+def policy_of(row: Row) -> str:
+    """Write the policy of a row."""
+    return "the full cache" if row["policy"] == "full" else f"`{row['policy']}`"
 
 
 def rotation(result: Row, said: Said) -> Iterator[str]:
@@ -146,6 +180,7 @@ def rotation(result: Row, said: Said) -> Iterator[str]:
 
 
 WRITERS: Final = {
+    "ruler": ruler,
     "rotation": rotation,
     "rotation_errors": only_figures,
     "gate": gate,

@@ -3,12 +3,14 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -19,6 +21,7 @@ from closed_pipe import run_unread
 from kv_eval.cli.eval import Task, Where
 from kv_eval.evaluate.journal import Finished
 from kv_eval.evaluate.plan import SETTINGS, TASKS
+from kv_eval.tasks import RULER
 from kv_policy import registry
 from kv_runtime import serving
 from kv_serve.cli import app, main
@@ -229,7 +232,8 @@ def test_eval_writes_what_is_documented(options: tuple[object, ...], tmp_path: P
         apart = apart if change and row["task"] == "nll" else ()
         assert list(row) == [
             *("policy", "task", "setting", "length", "samples", "seed", "score", "full_score"),
-            *("score_interval", *change, *apart, "kv_bytes", "full_bytes", "seconds"),
+            *("score_interval", *change, *apart, *(("kept_share",) if change else ())),
+            *("kv_bytes", "full_bytes", "seconds"),
         ]
         assert (row["length"], row["samples"], row["seed"]) == (200, 2, 5)
         assert row["seconds"] > 0
@@ -249,6 +253,59 @@ def test_eval_writes_what_is_documented(options: tuple[object, ...], tmp_path: P
 def command_without_nats(options: tuple[object, ...], folder: Path) -> tuple[object, ...]:
     path = folder / "without.json"
     return ("eval", *options, "--policy", "full", "--task", "agreement", "--json", path)
+
+
+@pytest.fixture
+def roomy(folder: Path, tmp_path: Path) -> Path:
+    """The tiny model, reading more tokens: each is a letter."""
+    copy = tmp_path / "roomy"
+    shutil.copytree(folder, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
+    return copy
+
+
+def test_eval_runs_a_group_of_tasks_and_says_their_mean(roomy: Path, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    policy = "snapkv:budget=64,window=16+k8v4"
+    size = ("--length", 1600, "--samples", 3, "--setting", "agnostic", "--json", path)
+    result = run("eval", "--model", roomy, *size, "--tasks", "ruler", "--policy", policy)
+    assert result.exit_code == 0, result.output
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["task"] for row in rows[::2]] == [*RULER, "ruler"]
+    assert [row["policy"] for row in rows] == ["full", policy] * 14
+    full, mine = rows[-2:]
+    for last, each in ((full, rows[:-2:2]), (mine, rows[1:-2:2])):
+        assert last["score"] == pytest.approx(fmean(row["score"] for row in each))
+        assert last["kv_bytes"] == pytest.approx(fmean(row["kv_bytes"] for row in each), abs=1)
+        assert last["samples"] == 3
+    assert "kept_share" not in full
+    assert mine["kept_share"] == pytest.approx(fmean(row["kept_share"] for row in rows[1:-2:2]))
+    assert 64 / 1600 < mine["kept_share"] < 64 / 1200
+    assert " tokens " in result.stdout.splitlines()[0]
+    assert result.stdout.splitlines()[-1].split()[:2] == [policy, "ruler"]
+    some = tmp_path / "some.json"
+    command = ("eval", "--model", roomy, *size[:-1], some, "--policy", policy)
+    result = run(*command, "--task", "vt", "--task", "qa_1")
+    assert result.exit_code == 0, result.output
+    tasks = [row["task"] for row in json.loads(some.read_text())["rows"]]
+    assert tasks == ["vt", "vt", "qa_1", "qa_1"], "a mean over a part of the group"
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_eval_asks_smollm2_tasks_of_ruler(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    size = ("--length", 640, "--samples", 2, "--setting", "agnostic", "--json", path)
+    tasks = ("--task", "niah_single_1", "--task", "niah_single_2", "--task", "vt", "--task", "qa_1")
+    result = run("eval", *size, *tasks, "--policy", "k8v4")
+    assert result.exit_code == 0, result.output
+    rows = json.loads(path.read_text())["rows"]
+    scores = {(row["task"], row["policy"]): row["score"] for row in rows}
+    assert len(scores) == 8
+    for policy in ("full", "k8v4"):
+        assert scores["niah_single_1", policy] == scores["niah_single_2", policy] == 1.0
+    assert all(row["kept_share"] == 1.0 for row in rows if row["policy"] == "k8v4")
 
 
 def test_eval_attends_by_the_backend_that_is_named(
@@ -358,7 +415,8 @@ def test_eval_starts_anew_when_the_settings_changed(
         (("--length", "1"), "--length"),
         (("--samples", "0"), "--samples"),
         (("--seed", "-1"), "--seed"),
-        (("--task", "riddle"), "'riddle' is not one of"),
+        (("--task", "riddle"), "unknown task 'riddle'; tasks and groups of them: needle, multi"),
+        (("--tasks", "ruler", "--length", "300"), "length=300: niah_multikey_1 needs"),
         (("--setting", "aware", "--task", "nll"), "nll has no question that could be inside"),
         (("--text", "missing.txt"), "cannot read the text missing.txt"),
         (("--length", "20"), "for its wording alone"),

@@ -155,8 +155,20 @@ def test_what_cannot_be_asked_is_refused(loaded: LoadedModel) -> None:
     model = CompressedLM(loaded, "k8v4", make_cache)
     with pytest.raises(TaskError, match="requests sampled answers"):
         model.generate_until([Request("a", {"do_sample": True})])
+    with pytest.raises(TaskError, match="wants its answers sampled"):
+        model.generate_until([Request("a", {"temperature": 0.5})])
     with pytest.raises(TaskError, match="exceeds the context length 1,024 of"):
         model.generate_until([Request("a" * 1000, {"max_gen_toks": 30})])
+
+
+def test_a_task_that_does_not_sample_is_greedy_at_any_temperature(loaded: LoadedModel) -> None:
+    """As LongBench's tasks are written."""
+    model = CompressedLM(loaded, "raw", make_cache)
+    plain, hot = (
+        Request("The stone", {"max_gen_toks": 6} | more)
+        for more in ({}, {"do_sample": False, "temperature": 1})
+    )
+    assert model.generate_until([hot]) == model.generate_until([plain])
 
 
 def run(*arguments: object) -> Result:

@@ -11,11 +11,12 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kv_eval.evaluate.decode import answer, ends_of, forced, read
 from kv_eval.evaluate.divergence import scored
+from kv_eval.evaluate.intervals import of_mean
 from kv_eval.evaluate.journal import Finished, Journal
-from kv_eval.evaluate.plan import SETTINGS, Plan
+from kv_eval.evaluate.plan import SETTINGS, Plan, expand_tasks
 from kv_eval.evaluate.report import rows
 from kv_eval.evaluate.runner import run
-from kv_eval.tasks import Sample, TaskError, Text
+from kv_eval.tasks import RULER, Sample, TaskError, TaskName, Text, default_text
 from kv_transformers.from_text import FULL, held, make_cache
 from kv_transformers.models import LoadedModel
 
@@ -88,6 +89,65 @@ def test_everything_is_run_once_and_keeping_everything_scores_as_full(
             assert row.kv_bytes == row.full_bytes
         else:
             assert row.kv_bytes >= row.full_bytes
+
+
+def test_samples_of_equal_lengths_run_together_and_score_as_alone(
+    loaded: LoadedModel, tmp_path: Path
+) -> None:
+    # Questions of `qa_1` are equally long; those of keys are in one seed, so no batch has both.
+    tasks: tuple[TaskName, ...] = ("qa_1", "niah_single_1")
+    plan = Plan((FULL, "k8v4"), tasks, ("agnostic",), 700, samples=3, seeds=2, batch=2, answer=9)
+    found = []
+    for batch, caches in ((2, 3 + 4), (1, 6 + 6)):
+        make, started = Watched(), Journal.start(tmp_path / f"{batch}", {})
+        entries = list(run(loaded, replace(plan, batch=batch), default_text(), started, make))
+        assert [entry.sample for entry in entries if entry.policy == FULL] == [*range(6)] * 2
+        assert make.used == [FULL, "k8v4"] * caches
+        found.append({entry.key: (entry.score, entry.tokens[:2]) for entry in entries})
+    assert found[0] == found[1]
+
+
+def test_means_over_tasks_are_of_their_samples_in_turn(journal: Journal) -> None:
+    scores = {task: [(i + j) % 2 for j in range(4)] for i, task in enumerate(RULER)}
+    for task, each in scores.items():
+        for i, score in enumerate(each):
+            entry = Finished(
+                policy=FULL, task=task, setting="aware", sample=i, score=float(score),
+                kv_bytes=i, full_bytes=2 * i, seconds=1.0, kept_share=i / 4,
+            )  # fmt: skip
+            journal.append([entry])
+    plan = Plan((FULL,), RULER, ("aware",), samples=4)
+    *_, row = rows(plan, journal)
+    assert (row.task, row.setting, row.samples) == ("ruler", "aware", 4)
+    assert row.score == pytest.approx((7 / 13 + 6 / 13) / 2)
+    assert row.score_interval == of_mean([6 / 13, 7 / 13, 6 / 13, 7 / 13])
+    assert (row.kv_bytes, row.full_bytes, row.seconds) == (1.5, 3.0, 52.0)
+    assert row.kept_share == 1.5 / 4
+    assert [row.task for row in rows(replace(plan, tasks=RULER[1:]), journal)] == [*RULER[1:]]
+
+
+def test_an_answer_ends_where_it_cannot_score_higher(loaded: LoadedModel, journal: Journal) -> None:
+    plan = Plan((FULL,), ("qa_1",), ("agnostic",), 700, samples=1)
+    (sample,) = plan.samples_of(loaded, default_text(), "qa_1", "agnostic")
+    (town,) = sample.answers
+    said = scripted(loaded, lambda _: f" {town}. And more.")
+    (entry,) = run(said, plan, default_text(), journal)
+    assert loaded.tokenizer.decode(entry.tokens) == f" {town}"
+    assert entry.score == 1.0
+
+
+def test_an_answer_of_ruler_has_at_most_so_many_tokens(loaded: LoadedModel, text: Text) -> None:
+    plan = Plan((FULL,), ("vt", "fwe"), ("agnostic",), 700, samples=1, answer=40)
+    work = plan.made(loaded, text)
+    assert [samples[0].new_tokens for samples in work] == [30, 40]
+    assert plan.identity(loaded, text)["answer"] == 40
+    assert "answer" not in replace(plan, answer=None).identity(loaded, text)
+
+
+def test_names_of_groups_stand_for_their_tasks() -> None:
+    assert expand_tasks(["vt", "ruler", "nll"]) == ("vt", *(t for t in RULER if t != "vt"), "nll")
+    with pytest.raises(ValueError, match="unknown task 'ruler-4k'; tasks and groups of them: nee"):
+        expand_tasks(["nll", "ruler-4k"])
 
 
 @pytest.fixture(scope="module")

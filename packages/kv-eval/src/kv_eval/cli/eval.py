@@ -42,6 +42,19 @@ class Task(StrEnum):
     COMMON_WORDS = "common-words"
     NLL = "nll"
     AGREEMENT = "agreement"
+    NIAH_SINGLE_1 = "niah_single_1"
+    NIAH_SINGLE_2 = "niah_single_2"
+    NIAH_SINGLE_3 = "niah_single_3"
+    NIAH_MULTIKEY_1 = "niah_multikey_1"
+    NIAH_MULTIKEY_2 = "niah_multikey_2"
+    NIAH_MULTIKEY_3 = "niah_multikey_3"
+    NIAH_MULTIVALUE = "niah_multivalue"
+    NIAH_MULTIQUERY = "niah_multiquery"
+    VT = "vt"
+    CWE = "cwe"
+    FWE = "fwe"
+    QA_1 = "qa_1"
+    QA_2 = "qa_2"
 
 
 class Where(StrEnum):
@@ -59,6 +72,18 @@ class Host(StrEnum):
     VLLM = "vllm"
 
 
+def _known_tasks(names: list[str] | None) -> list[str] | None:
+    """Refuse names of no task and of no group."""
+    if names:
+        from kv_eval.evaluate.plan import expand_tasks
+
+        try:
+            expand_tasks(names)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+    return names
+
+
 def evaluate(
     policy: Annotated[
         list[str],
@@ -72,14 +97,18 @@ def evaluate(
     ],
     json: Annotated[Path, typer.Option(help="Output file of the result.")],
     task: Annotated[
-        list[Task] | None,
+        list[str] | None,
         typer.Option(
+            "--task",
+            "--tasks",
+            callback=_known_tasks,
             help="needle: find one number hidden in a text. multikey: one of four. passkey: one in "
             "a text that repeats itself. variable-tracking: which variables got a value through "
             "others. common-words: the ten most frequent words of a list. nll: nats per token of a "
             "true continuation, and in transformers how far next-token distributions are from the "
             "full cache's (Kullback-Leibler divergence). agreement: share of tokens equal to "
-            "the full cache's. May be repeated."
+            "the full cache's. ruler: the thirteen tasks of RULER, from niah_single_1 to qa_2, and "
+            "their mean. May be repeated.",
         ),
     ] = None,
     model: ModelOption = None,
@@ -107,7 +136,7 @@ def evaluate(
         typer.Option(help="A UTF-8 text to cut prompts from; by default Python's own help topics."),
     ] = None,
     batch: Annotated[
-        int, typer.Option(min=1, help="Samples that run together in nll and agreement.")
+        int, typer.Option(min=1, help="Samples that run together in nll, agreement and ruler.")
     ] = 4,
     continuation: Annotated[
         int, typer.Option(min=1, help="Tokens that nll scores after each prompt.")
@@ -149,7 +178,7 @@ def evaluate(
     run the same command again to resume after an interruption.
     """
     from kv_eval.evaluate.harness_tasks import Harness, expect_installed, read_data
-    from kv_eval.evaluate.plan import SETTINGS, Plan
+    from kv_eval.evaluate.plan import SETTINGS, Plan, expand_tasks
     from kv_eval.evaluate.specs import read_specs
     from kv_eval.tasks import default_text, read_text
 
@@ -158,7 +187,7 @@ def evaluate(
     with reading_policy(model):
         plan = Plan(
             policies=read_specs(policy),
-            tasks=tuple(dict.fromkeys(t.value for t in task or ())),
+            tasks=expand_tasks(task or ()),
             settings=tuple(s for s in SETTINGS if setting in (s, Where.BOTH)),
             length=length,
             samples=samples,

@@ -119,7 +119,9 @@ def _show(rows: "Sequence[Row]") -> None:
         table.add_column(name)
     apart = any(row.divergence is not None for row in rows)
     more = ("KL", "KL 99.9 %") if apart else ()
-    for name in ("score", "95 %", "full", *more, "KV bytes", "of full", "seconds"):
+    kept = any(row.kept_share is not None for row in rows)
+    held = ("KV bytes", "of full", *(("tokens",) if kept else ()))
+    for name in ("score", "95 %", "full", *more, *held, "seconds"):
         table.add_column(name, justify="right")
     for row in rows:
         table.add_row(
@@ -132,13 +134,14 @@ def _show(rows: "Sequence[Row]") -> None:
             *((_number(row.divergence), _number(row.divergence_tail)) if apart else ()),
             f"{row.kv_bytes:,.0f}",
             f"{row.kv_bytes / row.full_bytes:.3f}",
+            *((_number(row.kept_share, 3),) if kept else ()),
             f"{row.seconds:.1f}",
         )
     out().print(table)
 
 
-def _number(of: float | None) -> str:
-    return "" if of is None else f"{of:.4f}"
+def _number(of: float | None, digits: int = 4) -> str:
+    return "" if of is None else f"{of:.{digits}f}"
 
 
 def _interval(of: tuple[float, float] | None) -> str:

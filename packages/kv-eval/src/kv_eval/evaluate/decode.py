@@ -1,6 +1,6 @@
 """Running a model with a cache: prefill, greedy decoding, and log-likelihoods."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,11 +31,13 @@ def answer(
     logits: Float[Tensor, "B V"],
     count: int,
     ends: Collection[int] = (),
+    enough: Callable[[int, Sequence[int]], bool] = lambda sequence, tokens: False,
 ) -> tuple[tuple[int, ...], ...]:
     """Generate up to `count` tokens per sequence greedily, from the logits after the cached tokens.
 
-    A sequence ends before a token of `ends`. The last tokens are not added to the cache, since no
-    step follows.
+    A sequence ends before a token of `ends`. All end as soon as each has ended or has `enough`,
+    which is called with a sequence's number and its tokens so far. The last tokens are not added to
+    the cache, since no step follows.
     """
     steps: list[Tensor] = []
     stops = torch.tensor(sorted(ends), device=logits.device)
@@ -45,6 +47,9 @@ def answer(
         steps.append(token)
         ended |= torch.isin(token, stops)
         if len(steps) == count or ended.all():
+            break
+        said = zip(torch.stack(steps, -1).tolist(), ended.tolist(), strict=True)
+        if all(over or enough(i, tokens) for i, (tokens, over) in enumerate(said)):
             break
         logits = read(model, cache, token[:, None])
     return tuple(_until(row, ends) for row in torch.stack(steps, -1).tolist())

@@ -117,7 +117,7 @@ class CompressedLM(TemplateLM):
         return [self._continued(context, rest) for _, context, rest in requests]
 
     def _generated(self, context: str, wanted: dict[str, Any]) -> str:
-        if wanted.get("do_sample") or wanted.get("temperature", 0) > 0:
+        if wanted.get("do_sample", wanted.get("temperature", 0) > 0):  # greedy at any temperature
             raise TaskError(
                 "a task requests sampled answers; policies are compared with greedy ones only"
             )

@@ -28,6 +28,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     kept: tuple[tuple[int, ...], ...] = ()  # tokens kept after the prompt, by layer and KV head
     divergences: tuple[float, ...] = ()  # from the full cache's distributions, by scored token
     length: int = 0  # tokens of the prompt, if it differs from the requested length
+    kept_share: float | None = None  # mean of `kept` over the tokens of the prompt
 
     @property
     def key(self) -> tuple[str, str, str, int]:

@@ -1,10 +1,12 @@
 """The plan of an evaluation: tasks, settings and samples."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, get_args
 
 from kv_eval.evaluate.provenance import subject
 from kv_eval.tasks import (
+    RULER,
     Sample,
     Setting,
     TaskError,
@@ -16,6 +18,7 @@ from kv_eval.tasks import (
     needle,
     nll,
     passkey,
+    ruler_samples,
     variable_tracking,
 )
 
@@ -25,6 +28,23 @@ if TYPE_CHECKING:
 TASKS: Final[tuple[TaskName, ...]] = get_args(TaskName)
 SETTINGS: Final[tuple[Setting, ...]] = get_args(Setting)
 WITHOUT_QUESTION: Final = frozenset({"nll", "agreement"})
+GROUPS: Final[Mapping[str, tuple[TaskName, ...]]] = {"ruler": RULER}
+
+
+def expand_tasks(names: Iterable[str]) -> tuple[TaskName, ...]:
+    """Return the tasks that names of tasks and groups stand for, each once.
+
+    >>> expand_tasks(["nll", "ruler"])[:3]
+    ('nll', 'niah_single_1', 'niah_single_2')
+
+    Raises:
+        ValueError: a name is of no task and no group.
+    """
+    known: dict[str, tuple[TaskName, ...]] = {**{task: (task,) for task in TASKS}, **GROUPS}
+    named = list(names)
+    if unknown := next((name for name in named if name not in known), None):
+        raise ValueError(f"unknown task {unknown!r}; tasks and groups of them: {', '.join(known)}")
+    return tuple(dict.fromkeys(task for name in named for task in known[name]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +58,9 @@ class Plan:
     samples: int = 10  # per seed
     seed: int = 0  # the first one
     seeds: int = 1
-    batch: int = 4  # samples that run together in tasks with prompts of equal length
+    batch: int = 4  # samples that run together in tasks whose prompts have equal lengths
     continuation: int = 256  # tokens scored by nll
+    answer: int | None = None  # maximum tokens of an answer of RULER; None: as in RULER
     split: bool = True  # whether a question may follow a compressed prompt
 
     def __post_init__(self) -> None:
@@ -70,6 +91,11 @@ class Plan:
         return tuple((task, setting) for task in self.tasks for setting in self.settings_of(task))
 
     @property
+    def groups(self) -> tuple[tuple[str, tuple[TaskName, ...]], ...]:
+        """The groups all of whose tasks are in the plan, with their tasks."""
+        return tuple((name, tasks) for name, tasks in GROUPS.items() if {*tasks} <= {*self.tasks})
+
+    @property
     def each(self) -> int:
         """Samples per task and setting, over all seeds."""
         return self.samples * self.seeds
@@ -82,7 +108,7 @@ class Plan:
 
     def batch_of(self, task: TaskName) -> int:
         """Return the batch size: 1 for tasks with prompts of different lengths."""
-        return self.batch if task in WITHOUT_QUESTION else 1
+        return self.batch if task in WITHOUT_QUESTION or task in RULER else 1
 
     def made(self, loaded: "LoadedModel", text: Text) -> tuple[tuple[Sample, ...], ...]:
         """Create the samples of every pair of task and setting.
@@ -120,6 +146,7 @@ class Plan:
             "seeds": self.seeds,
             "batch": self.batch,
             "continuation": self.continuation,
+            **({} if self.answer is None else {"answer": self.answer}),
         }
 
     def _seeded(
@@ -142,6 +169,14 @@ class Plan:
                 return nll(tokenizer, text, continuation=self.continuation, **size)
             case "agreement":
                 return agreement(tokenizer, text, **size)
+            case _:
+                samples = ruler_samples(task, tokenizer, text, setting=setting, **size)
+                most = self.answer
+                return samples if most is None else tuple(_ending(each, most) for each in samples)
+
+
+def _ending(sample: Sample, most: int) -> Sample:
+    return replace(sample, new_tokens=min(most, sample.new_tokens))
 
 
 def _expect_readable(loaded: "LoadedModel", samples: tuple[Sample, ...]) -> None:

@@ -47,6 +47,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     divergence: Amount | None = None  # of nll, from the full cache: mean over tokens
     divergence_interval: Interval | None = None
     divergence_tail: Amount | None = None  # its 99.9 % quantile over the scored tokens
+    kept_share: Amount | None = None  # tokens kept per KV head, of those read; None: not counted
     kv_bytes: Amount  # cache bytes after the prompt
     full_bytes: Whole
     seconds: Amount  # 0: not measured
@@ -89,18 +90,52 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def rows(plan: Plan, journal: Journal) -> tuple[Row, ...]:
-    """Summarize a journal that has every sample of the plan, in the plan's order."""
-    return tuple(
-        row_of(
-            _samples(plan, journal, spec, *pair),
-            _samples(plan, journal, FULL, *pair),
-            plan.length,
-            plan.seed,
-            plan.seeds,
-        )
-        for pair in plan.pairs
-        for spec in plan.policies
+    """Summarize a journal that has every sample of the plan, in the plan's order.
+
+    After the tasks come the means over the tasks of each group that is there.
+    """
+    found: list[tuple[Sequence[Finished], Sequence[Finished]]] = []
+    for pair in plan.pairs:
+        full = _samples(plan, journal, FULL, *pair)
+        found += [(_samples(plan, journal, spec, *pair), full) for spec in plan.policies]
+    for group, tasks in plan.groups:
+        for setting in plan.settings_of(tasks[0]):
+            where = (plan, journal, group, tasks, setting)
+            found += [
+                (over_tasks(spec, *where), over_tasks(FULL, *where)) for spec in plan.policies
+            ]
+    return tuple(row_of(mine, full, plan.length, plan.seed, plan.seeds) for mine, full in found)
+
+
+def over_tasks(
+    policy: str, plan: Plan, journal: Journal, group: str, tasks: Sequence[str], setting: str
+) -> list[Finished]:
+    """Return the means over tasks of their first samples, of their second, and so on.
+
+    Samples are independent between tasks, so these means are, and have a confidence interval.
+    """
+    columns = [_samples(plan, journal, policy, task, setting) for task in tasks]
+    return [_mean(group, place, each) for place, each in enumerate(zip(*columns, strict=True))]
+
+
+def _mean(group: str, place: int, samples: Sequence[Finished]) -> Finished:
+    first = samples[0]
+    return Finished(
+        policy=first.policy,
+        task=group,
+        setting=first.setting,
+        sample=place,
+        score=fmean(each.score for each in samples),
+        kv_bytes=round(fmean(each.kv_bytes for each in samples)),
+        full_bytes=round(fmean(each.full_bytes for each in samples)),
+        seconds=sum(each.seconds for each in samples),
+        kept_share=_kept_share(samples),
     )
+
+
+def _kept_share(samples: Sequence[Finished]) -> float | None:
+    shares = [each.kept_share for each in samples if each.kept_share is not None]
+    return fmean(shares) if len(shares) == len(samples) else None
 
 
 def harness_rows(harness: Harness, policies: Sequence[str], journal: Journal) -> tuple[Row, ...]:
@@ -180,6 +215,7 @@ def row_of(
         divergence=fmean(means) if means else None,
         divergence_interval=of_mean(means) if means else None,
         divergence_tail=tail([value for each in apart for value in each]) if means else None,
+        kept_share=_kept_share(samples),
         kv_bytes=fmean(s.kv_bytes for s in samples),
         full_bytes=fmean(s.full_bytes for s in samples),
         seconds=sum(s.seconds for s in samples),

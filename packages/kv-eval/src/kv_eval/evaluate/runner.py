@@ -6,6 +6,7 @@ A prompt is read once for several policies; each cache then answers separately.
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -14,7 +15,7 @@ from kv_eval.evaluate.decode import answer, ends_of, forced, read
 from kv_eval.evaluate.divergence import Reference, Steps, scored
 from kv_eval.evaluate.journal import Finished, Journal
 from kv_eval.evaluate.plan import Plan
-from kv_eval.evaluate.scored import Said, finished
+from kv_eval.evaluate.scored import Said, finished, is_final
 from kv_eval.evaluate.shared import read_prompt
 from kv_eval.tasks import Sample, Text
 from kv_transformers.from_text import FULL, MakeCache, caches_of, held
@@ -73,15 +74,15 @@ def run_samples(
     Args:
         loaded: the model.
         policies: canonical, `full` first.
-        samples: to run; if `batch` is more than 1, with prompts of equal length.
+        samples: to run.
         journal: receives every finished sample.
         make: creates the caches.
-        batch: samples that run together.
+        batch: the most samples that run together; only neighbours of equal lengths do.
         first: number of the first sample.
         together: caches of one prompt in memory at the same time.
     """
-    for place in range(0, len(samples), batch):
-        start, chosen = first + place, samples[place : place + batch]
+    for place, chosen in _batches(samples, batch):
+        start = first + place
         reference = Reference(partial(_steps_of_full, loaded, chosen, make))
         for specs in _together(policies, together):
             have = {spec: _known(journal, spec, chosen, start) for spec in specs}
@@ -92,6 +93,20 @@ def run_samples(
                     have[spec] = next(fresh)
                     journal.append(have[spec])
                 yield from have[spec]
+
+
+def _batches(samples: Sequence[Sample], most: int) -> Iterator[tuple[int, Sequence[Sample]]]:
+    """Yield runs of at most `most` samples whose parts are equally long, with their place."""
+    place = 0
+    for _, group in groupby(samples, key=_lengths):
+        alike = [*group]
+        for i in range(0, len(alike), most):
+            yield place + i, alike[i : i + most]
+        place += len(alike)
+
+
+def _lengths(sample: Sample) -> tuple[int, int, int]:
+    return len(sample.prompt_ids), len(sample.question_ids), len(sample.target_ids)
 
 
 def _together(policies: Sequence[str], together: int) -> list[Sequence[str]]:
@@ -167,7 +182,14 @@ def _ask(
             surprise, apart = scored(steps, targets, reference)
     else:
         ends = ends_of(model) if first.stop else ()
-        spoken = answer(model, cache, logits, first.new_tokens, ends)
+        spoken = answer(
+            model,
+            cache,
+            logits,
+            first.new_tokens,
+            ends,
+            lambda i, tokens: is_final(loaded, samples[i], tokens),
+        )
     seconds = (time.perf_counter() - began) / len(samples)
     kv_bytes, full_bytes = (round(n / len(samples)) for n in (size.kv_bytes, size.full_bytes))
     kept = size.kept or ((),) * len(samples)

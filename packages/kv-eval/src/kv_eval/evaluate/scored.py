@@ -1,14 +1,22 @@
 """Scoring of a sample's output."""
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from statistics import fmean
+from typing import TYPE_CHECKING, Final
 
 from kv_eval.evaluate.journal import Finished
-from kv_eval.tasks import Sample, agreement_share, found_share
+from kv_eval.tasks import Match, Sample, agreement_share, found_share, match_all, match_part
 
 if TYPE_CHECKING:
     from kv_transformers.models import LoadedModel
+
+_MATCHES: Final[Mapping[Match, Callable[[str, Sequence[str]], float]]] = {
+    "words": found_share,
+    "all": match_all,
+    "part": match_part,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +74,7 @@ def finished(
         raise FloatingPointError(
             f"the divergence of {policy} from the full cache is {odd} at a token of {sample.task}"
         )
+    heads = [tokens for layer in said.kept for tokens in layer]
     return Finished(
         policy=policy,
         task=sample.task,
@@ -78,12 +87,25 @@ def finished(
         tokens=said.tokens,
         kept=said.kept,
         divergences=said.divergences,
+        kept_share=fmean(heads) / len(sample.prompt_ids) if heads else None,
     )
+
+
+def is_final(loaded: "LoadedModel", sample: Sample, tokens: Sequence[int]) -> bool:
+    """Return whether more tokens cannot change the score: all strings of a string match are there.
+
+    Whole words are never final, as the next token may go on with the last one.
+    """
+    return sample.match != "words" and _matched(loaded, sample, tokens) == 1
+
+
+def _matched(loaded: "LoadedModel", sample: Sample, tokens: Sequence[int]) -> float:
+    return _MATCHES[sample.match](str(loaded.tokenizer.decode(list(tokens))), sample.answers)
 
 
 def _score(loaded: "LoadedModel", sample: Sample, said: Said, reference: tuple[int, ...]) -> float:
     if said.nats is not None:
         return said.nats
     if sample.answers:
-        return found_share(str(loaded.tokenizer.decode(list(said.tokens))), sample.answers)
+        return _matched(loaded, sample, said.tokens)
     return agreement_share(said.tokens, reference)

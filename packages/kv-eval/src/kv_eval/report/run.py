@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
-from kv_eval.evaluate.plan import WITHOUT_QUESTION
+from kv_eval.evaluate.plan import GROUPS, WITHOUT_QUESTION
 from kv_eval.evaluate.report import Report, Row
 from kv_eval.report.markup import Markup, join, tag, text
 from kv_eval.report.read import Source
@@ -42,8 +42,10 @@ def _command(report: Report, rows: Sequence[Row]) -> str:
     words = ["kv-serve", "eval", "--model", report.model]
     for policy in policies:
         words += ["--policy", policy]
-    for task in dict.fromkeys(row.task for row in rows):
-        words += ["--task", task]
+    named = dict.fromkeys(row.task for row in rows)
+    inside = {task for name in named for task in GROUPS.get(name, ())}
+    for task in named:
+        words += [] if task in inside else ["--task", task]
     if len(settings) == 1:
         words += ["--setting", *settings]
     words += ["--length", f"{first.length}", "--samples", f"{first.samples // first.seeds}"]

@@ -5,10 +5,11 @@ needle, the answer is spread over the whole prompt.
 """
 
 import random
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kv_eval.tasks.puzzle import Puzzle, posed
-from kv_eval.tasks.sample import Sample, Setting, TaskError
+from kv_eval.tasks.sample import Sample, Setting, TaskError, TaskName
 from kv_eval.tasks.text import Text
 
 if TYPE_CHECKING:
@@ -52,20 +53,41 @@ def common_words(
         TaskError: a number is out of range, the length is too small for the common words, or the
             text has too few words.
     """
+    words = plain_words(text)
+    puzzles = counted(
+        "common-words", text.name, words, samples, seed=seed, common=common, often=often
+    )
+    return posed("common-words", tokenizer, puzzles, length=length, setting=setting)
+
+
+def counted(
+    task: TaskName,
+    source: str,
+    words: Sequence[str],
+    samples: int,
+    *,
+    seed: int,
+    common: int,
+    often: int,
+) -> list[Puzzle]:
+    """Create the puzzles of `common_words`, whose arguments these are, from words of `source`.
+
+    Raises:
+        TaskError: a number is out of range, or there are too few words.
+    """
     if common < 1 or often <= RARE:
         raise TaskError(
-            f"common={common}, often={often}: common-words needs at least 1 word with more than"
+            f"common={common}, often={often}: {task} needs at least 1 word with more than"
             f" {RARE} occurrences"
         )
-    words = sorted({word for word in _words(text) if len(word) in WORD_LETTERS})
     if len(words) <= common:
         raise TaskError(
-            f"the text {text.name} has {len(words)} plain words of 4 to 9 letters; common-words"
+            f"the text {source} has {len(words)} plain words of 4 to 9 letters; {task}"
             f" needs more than {common}"
         )
     puzzles = []
     for i in range(samples):
-        random_ = random.Random(f"common-words {seed} {i}")
+        random_ = random.Random(f"{task} {seed} {i}")
         drawn = random_.sample(words, len(words))
         answers, rare = tuple(drawn[:common]), drawn[common:]
         order = random_.random()
@@ -85,7 +107,7 @@ def common_words(
                 intro=INTRO,
                 body=body,
                 available=len(rare),
-                source=text.name,
+                source=source,
                 question=QUESTION.format(count=common),
                 opening=OPENING.format(count=common),
                 answers=answers,
@@ -93,7 +115,12 @@ def common_words(
                 new_tokens=TOKENS_OF_WORD * common,
             )
         )
-    return posed("common-words", tokenizer, puzzles, length=length, setting=setting)
+    return puzzles
+
+
+def plain_words(text: Text) -> list[str]:
+    """Return the distinct plain words of 4 to 9 letters of a text, sorted."""
+    return sorted({word for word in _words(text) if len(word) in WORD_LETTERS})
 
 
 def _words(text: Text) -> set[str]:

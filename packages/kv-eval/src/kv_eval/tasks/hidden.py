@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from kv_eval.tasks.prompt import Haystack
 from kv_eval.tasks.puzzle import Puzzle, posed
-from kv_eval.tasks.sample import Sample, Setting, TaskError
+from kv_eval.tasks.sample import Sample, Setting, TaskError, TaskName
 from kv_eval.tasks.text import Text
 
 if TYPE_CHECKING:
@@ -79,10 +79,10 @@ def needle(
     puzzles = []
     for i in range(samples):
         random_ = random.Random(f"needle {seed} {i}")
-        number, depth = _number(random_), (i + 0.5) / samples
-        hidden = ((depth, NEEDLE.format(number=number)),)
+        answer, depth = number(random_), (i + 0.5) / samples
+        hidden = ((depth, NEEDLE.format(number=answer)),)
         begin = haystack.choose(random.Random(f"text {seed} {i}"), length)
-        puzzles.append(_hiding(haystack, begin, hidden, INTRO, QUESTION, ANSWER, (number,), depth))
+        puzzles.append(hiding(haystack, begin, hidden, INTRO, QUESTION, ANSWER, (answer,), depth))
     return posed("needle", tokenizer, puzzles, length=length, setting=setting)
 
 
@@ -119,11 +119,11 @@ def multikey(
     for i in range(samples):
         random_ = random.Random(f"multikey {seed} {i}")
         names = random_.sample(KEYS, keys)
-        numbers = [_number(random_) for _ in names]
-        depths = _spread(random_, keys)
+        numbers = [number(random_) for _ in names]
+        depths = spread(random_, keys)
         hidden = tuple(
-            (depth, KEYED_NEEDLE.format(key=name, number=number))
-            for depth, name, number in zip(depths, names, numbers, strict=True)
+            (depth, KEYED_NEEDLE.format(key=name, number=answer))
+            for depth, name, answer in zip(depths, names, numbers, strict=True)
         )
         asked = i % keys
         question = KEYED_QUESTION.format(key=names[asked])
@@ -131,7 +131,7 @@ def multikey(
         begin = haystack.choose(random.Random(f"text {seed} {i}"), length)
         answers, depth = (numbers[asked],), depths[asked]
         puzzles.append(
-            _hiding(haystack, begin, hidden, KEYED_INTRO, question, opening, answers, depth)
+            hiding(haystack, begin, hidden, KEYED_INTRO, question, opening, answers, depth)
         )
     return posed("multikey", tokenizer, puzzles, length=length, setting=setting)
 
@@ -156,13 +156,13 @@ def passkey(
     Raises:
         TaskError: the length is too small for the wording.
     """
-    haystack = Haystack.of(Text("of passkey", (NOISE,) * max(length, 1)))
+    haystack = dull(length)
     puzzles = []
     for i in range(samples):
-        number, depth = _number(random.Random(f"passkey {seed} {i}")), (i + 0.5) / samples
-        hidden = ((depth, PASS_NEEDLE.format(number=number)),)
+        answer, depth = number(random.Random(f"passkey {seed} {i}")), (i + 0.5) / samples
+        hidden = ((depth, PASS_NEEDLE.format(number=answer)),)
         asked = (PASS_INTRO, PASS_QUESTION, PASS_ANSWER)
-        puzzles.append(_hiding(haystack, 0, hidden, *asked, (number,), depth))
+        puzzles.append(hiding(haystack, 0, hidden, *asked, (answer,), depth))
     return posed("passkey", tokenizer, puzzles, length=length, setting=setting)
 
 
@@ -193,26 +193,42 @@ def variable_tracking(
     Raises:
         TaskError: as for `needle`, or `hops` is out of range.
     """
-    if hops < 1:
-        raise TaskError(f"hops={hops}: variable-tracking needs at least 1 hop")
-    haystack = Haystack.of(text)
-    puzzles = []
-    for i in range(samples):
-        random_ = random.Random(f"variable-tracking {seed} {i}")
-        names, number = _names(random_, hops + 1), _number(random_)
-        first = TRACK_FIRST.format(name=names[0], number=number)
-        rest = [TRACK_NEXT.format(name=name, before=before) for before, name in pairwise(names)]
-        hidden = tuple(zip(_spread(random_, hops + 1), (first, *rest), strict=True))
-        question = TRACK_QUESTION.format(number=number)
-        opening = TRACK_ANSWER.format(number=number)
-        begin = haystack.choose(random.Random(f"text {seed} {i}"), length)
-        asked = (TRACK_INTRO, question, opening)
-        room = TOKENS_OF_NAME * len(names)
-        puzzles.append(_hiding(haystack, begin, hidden, *asked, names, 0.0, room))
+    puzzles = tracked("variable-tracking", Haystack.of(text), length, samples, seed=seed, hops=hops)
     return posed("variable-tracking", tokenizer, puzzles, length=length, setting=setting)
 
 
-def _hiding(
+def tracked(
+    task: TaskName, haystack: Haystack, length: int, samples: int, *, seed: int, hops: int
+) -> list[Puzzle]:
+    """Create the puzzles of `variable_tracking`, whose arguments these are.
+
+    Raises:
+        TaskError: `hops` is out of range.
+    """
+    if hops < 1:
+        raise TaskError(f"hops={hops}: {task} needs at least 1 hop")
+    puzzles = []
+    for i in range(samples):
+        random_ = random.Random(f"{task} {seed} {i}")
+        names, value = _names(random_, hops + 1), number(random_)
+        first = TRACK_FIRST.format(name=names[0], number=value)
+        rest = [TRACK_NEXT.format(name=name, before=before) for before, name in pairwise(names)]
+        hidden = tuple(zip(spread(random_, hops + 1), (first, *rest), strict=True))
+        question = TRACK_QUESTION.format(number=value)
+        opening = TRACK_ANSWER.format(number=value)
+        begin = haystack.choose(random.Random(f"text {seed} {i}"), length)
+        asked = (TRACK_INTRO, question, opening)
+        room = TOKENS_OF_NAME * len(names)
+        puzzles.append(hiding(haystack, begin, hidden, *asked, names, 0.0, room))
+    return puzzles
+
+
+def dull(length: int) -> Haystack:
+    """Return a text that repeats a few sentences, for prompts of up to `length` tokens."""
+    return Haystack.of(Text("of dull sentences", (NOISE,) * max(length, 1)))
+
+
+def hiding(
     haystack: Haystack,
     begin: int,
     hidden: Sequence[tuple[float, str]],
@@ -223,6 +239,7 @@ def _hiding(
     depth: float,
     new_tokens: int = NEW_TOKENS,
 ) -> Puzzle:
+    """Return the puzzle whose text is the haystack from word `begin` on, with `hidden` in it."""
     return Puzzle(
         intro=intro,
         body=partial(haystack.with_hidden, begin, hidden=hidden),
@@ -236,12 +253,12 @@ def _hiding(
     )
 
 
-def _number(random_: random.Random) -> str:
+def number(random_: random.Random) -> str:
     """Return distinct digits: small models lose their place in 1474787, with any cache."""
     return "".join(random_.sample("123456789", DIGITS))
 
 
-def _spread(random_: random.Random, count: int) -> list[float]:
+def spread(random_: random.Random, count: int) -> list[float]:
     """Return depths in equal parts of a text, one per part and never at its edge."""
     return [(j + 0.1 + 0.8 * random_.random()) / count for j in range(count)]
 

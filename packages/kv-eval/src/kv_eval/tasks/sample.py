@@ -4,6 +4,21 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Setting = Literal["aware", "agnostic"]
+RulerName = Literal[
+    "niah_single_1",
+    "niah_single_2",
+    "niah_single_3",
+    "niah_multikey_1",
+    "niah_multikey_2",
+    "niah_multikey_3",
+    "niah_multivalue",
+    "niah_multiquery",
+    "vt",
+    "cwe",
+    "fwe",
+    "qa_1",
+    "qa_2",
+]
 TaskName = Literal[
     "needle",
     "multikey",
@@ -12,7 +27,9 @@ TaskName = Literal[
     "common-words",
     "nll",
     "agreement",
+    RulerName,
 ]
+Match = Literal["words", "all", "part"]
 
 
 class TaskError(ValueError):
@@ -33,8 +50,10 @@ class Sample:
         prompt_ids: Token ids whose keys and values are compressed.
         question_ids: Token ids fed afterwards; the last one predicts the answer's first token.
         target_ids: The true continuation, for `nll`; empty otherwise.
-        answers: Numbers or words expected in the generated text; the score is the share found.
-            Empty for tasks without such answers.
+        answers: Numbers or words expected in the generated text. Empty for tasks without such
+            answers.
+        match: How they are scored: the share found as whole `words` (`found_share`), or by RULER's
+            string match, of `all` or of one of them in `part` (`match_all`, `match_part`).
         depth: Position of the answer, from 0 at the start of the text to 1 at its end.
         new_tokens: Maximum number of generated tokens; 0 for `nll`.
         stop: Whether generation ends at the model's end-of-text token.
@@ -46,6 +65,7 @@ class Sample:
     question_ids: tuple[int, ...] = field(repr=False)
     target_ids: tuple[int, ...] = field(default=(), repr=False)
     answers: tuple[str, ...] = ()
+    match: Match = "words"
     depth: float = 0.0
     new_tokens: int = 0
     stop: bool = True

@@ -31,6 +31,35 @@ def found_share(generated: str, answers: Sequence[str]) -> float:
     return sum(found(generated, answer) for answer in answers) / len(answers)
 
 
+def match_all(generated: str, answers: Sequence[str]) -> float:
+    """Return the share of the answers that the generated text contains, letter case ignored.
+
+    This is `string_match_all` of RULER (arXiv:2404.06654): an answer inside a longer word counts.
+
+    Raises:
+        ValueError: no answers.
+    """
+    return _contained(generated, answers) / len(answers)
+
+
+def match_part(generated: str, answers: Sequence[str]) -> float:
+    """Return 1 if the generated text contains an answer, letter case ignored, otherwise 0.
+
+    This is `string_match_part` of RULER (arXiv:2404.06654).
+
+    Raises:
+        ValueError: no answers.
+    """
+    return float(_contained(generated, answers) > 0)
+
+
+def _contained(generated: str, answers: Sequence[str]) -> int:
+    if not answers:
+        raise ValueError("a string match needs at least one answer")
+    text = generated.lower()
+    return sum(answer.lower() in text for answer in answers)
+
+
 def nats_per_token(logits: Float[Tensor, "L V"], targets: Int[Tensor, " L"]) -> float:
     """Return the mean negative log-likelihood of the targets, in nats, computed in float64.
 
