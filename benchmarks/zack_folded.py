@@ -186,7 +186,7 @@ def in_vllm(
     ids = text_ids()
     longest = length + (rounds * TURN + 8) * 1 + max(batches)
     room = Room(
-        (max(batches) + 1) * longest * raw_token_bytes(), longest, length + 48, max(batches)
+        (max(batches) + 2) * (longest + 64) * raw_token_bytes(), longest, length + 48, max(batches)
     )
     ways = {("raw", MODEL): ("raw", model_folder())}
     for ranks, policy in policies.items():
