@@ -45,12 +45,21 @@ class Look:
 
 
 PAGE: Final = Look(  # variables of the page's style, which follow the browser's light or dark mode
-    "transparent",
-    *(f"var(--{part})" for part in ("paper", "ink", "soft", "rule", "accent")),
+    ground="transparent",
+    paper="var(--paper)",
+    ink="var(--ink)",
+    soft="var(--soft)",
+    rule="var(--rule)",
+    accent="var(--accent)",
     kinds=tuple(f"var(--k{i})" for i in range(len(SHAPES))),
 )
 PRINT: Final = Look(
-    *("#ffffff", "#ffffff", "#1b1f24", "#56606b", "#d5dae0", "#0b6b63"),
+    ground="#ffffff",
+    paper="#ffffff",
+    ink="#1b1f24",
+    soft="#56606b",
+    rule="#d5dae0",
+    accent="#0b6b63",
     kinds=("#0b6b63", "#b3410e", "#5b3fa6", "#1f5fb4", "#a01f6a", "#6a5b00"),
 )
 
@@ -73,17 +82,25 @@ def svg(title: str, chart: Chart) -> Markup:
 
 def spec(chart: alt.TopLevelMixin, look: Look) -> dict[str, object]:
     """Return a chart for Vega-Lite, with the colours and sizes of its axes, title and legend."""
-    words = {"labelColor": look.soft, "titleColor": look.soft, "labelFontSize": 12}
-    words |= {"titleFontSize": 12, "titleFontWeight": "normal"}
     styled = chart.configure(
         background=look.ground,
         padding=2,
         axis=alt.AxisConfig(
-            **{"domain": False, "ticks": False, "gridColor": look.rule},
-            **{"labelPadding": 5, "labelFlush": False, "titlePadding": 8},
-            **words,
+            domain=False,
+            ticks=False,
+            gridColor=look.rule,
+            labelColor=look.soft,
+            labelFlush=False,
+            labelFontSize=12,
+            labelPadding=5,
+            titleColor=look.soft,
+            titleFontSize=12,
+            titleFontWeight="normal",
+            titlePadding=8,
         ),
-        legend=alt.LegendConfig(orient="bottom", columns=1, labelLimit=360, **words),
+        legend=alt.LegendConfig(
+            orient="bottom", columns=1, labelColor=look.soft, labelFontSize=12, labelLimit=360
+        ),
         title=alt.TitleConfig(
             anchor="start",
             frame="group",
@@ -115,8 +132,12 @@ def frontier(panel: Panel, files: tuple[str, ...], look: Look) -> Chart:
     numbers = [
         alt.Chart(data(_numbers(panel, spans, best=on)))
         .mark_text(
-            **{"align": "right" if on else "left", "dx": -5 if on else 5, "dy": side * away * 8},
-            **{"color": look.ink, "fontSize": 11, "aria": False},
+            align="right" if on else "left",
+            dx=5 * side,
+            dy=8 * side * away,
+            color=look.ink,
+            fontSize=11,
+            aria=False,
         )
         .encode(x="share:Q", y="quality:Q", text="number:N")
         for on, side in ((True, -1), (False, 1))
@@ -166,26 +187,28 @@ def _values(point: Point, files: tuple[str, ...], look: Look) -> dict[str, objec
         **{"share": 100 * point.share, "quality": point.quality, "low": low, "high": high},
         **{"times": point.times, "best": point.best, "file": files[point.source]},
         "fill": kind if point.best else look.paper,
-        "row": f"{point.number}  {name(point, files)}",
+        "row": _row(point, files),
         "told": told(point, files),
     }
 
 
+def _row(point: Point, files: tuple[str, ...]) -> str:
+    return f"{point.number}  {name(point, files)}"
+
+
 def _rows(points: Sequence[Point], files: tuple[str, ...], look: Look) -> alt.Chart:
-    values = [_values(point, files, look) for point in points]
-    y = alt.Y(
-        "row:N",
-        sort=[value["row"] for value in values],
-        axis=None,
-        scale=alt.Scale(paddingInner=0, paddingOuter=0),
-    )
-    return alt.Chart(data(values), width=WIDTH, height=alt.Step(STEP)).encode(y=y)
+    order = [_row(point, files) for point in points]
+    y = alt.Y("row:N", sort=order, axis=None, scale=alt.Scale(paddingInner=0, paddingOuter=0))
+    rows = alt.Chart(_data(points, files, look), width=WIDTH, height=alt.Step(STEP))
+    return rows.encode(y=y)
 
 
 def _names(base: alt.Chart, look: Look) -> alt.Chart:
     """Write the policy above its row."""
-    above = {"align": "left", "dx": 2, "dy": -12, "limit": 330, "aria": False}
-    return base.mark_text(color=look.ink, fontSize=12, **above).encode(x=alt.value(0), text="row:N")
+    names = base.mark_text(
+        align="left", dx=2, dy=-12, limit=330, color=look.ink, fontSize=12, aria=False
+    )
+    return names.encode(x=alt.value(0), text="row:N")
 
 
 def _points(base: alt.Chart, files: tuple[str, ...], look: Look) -> alt.Chart:
