@@ -5,7 +5,7 @@ import hashlib
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kv_eval.report.frontier import panels
@@ -248,12 +248,13 @@ def test_policies_of_equal_bytes_have_rows_and_no_line() -> None:
         assert ends == pytest.approx([0.25, 0.75], abs=0.005)
 
 
-@given(st.lists(st.floats(0, 1.2), min_size=1, max_size=6))
-def test_bytes_are_equal_if_all_are_near_each_other(shares: list[float]) -> None:
-    rows = [row(f"p{i}", 0.5, 1000 * share) for i, share in enumerate(shares)]
+@given(st.lists(st.integers(0, 60), min_size=1, max_size=4))
+def test_bytes_are_equal_if_all_are_near_each_other(held: list[int]) -> None:
+    apart = max(abs(a - b) for a in held for b in held)  # of 1,000
+    assume(apart != 20)  # where rounding decides
+    rows = [row(f"p{i}", 0.5, each) for i, each in enumerate(held)]
     (panel,) = panels([source(row("full", 1, 1000), *rows)])
-    near = all(abs(a - b) <= 0.02 for a in shares for b in shares)
-    assert panel.equal == (len(shares) > 1 and near)
+    assert panel.equal == (len(held) > 1 and apart < 20)
 
 
 # tables
