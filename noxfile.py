@@ -255,7 +255,7 @@ def upstream(session: nox.Session) -> None:
 @nox.session
 def browser(session: nox.Session) -> None:
     """Open the documentation and a report in Chromium; `-- FOLDER` saves screenshots."""
-    install(session, *editable(["kv-eval[cpu]"]), "playwright>=1.50", groups=("docs", "model"))
+    install(session, *editable(["kv-eval[cpu,plot]"]), "playwright>=1.50", groups=("docs", "model"))
     mkdocs(session)
     alone = str(Path(session.create_tmp()).resolve() / "alone")
     session.run("python", "-m", "tools.alone", alone, env=variables(session))

@@ -86,7 +86,7 @@ def test_what_extras_bring_is_what_messages_advise() -> None:
     path = ROOT / "packages" / "kv-eval" / "pyproject.toml"
     offered = tomllib.loads(path.read_text())["project"]["optional-dependencies"]
     assert offered["lm-eval"] == [extras.LM_EVAL]
-    assert offered["plot"] == [extras.MATPLOTLIB]
+    assert offered["plot"] == [extras.ALTAIR]
     assert [Requirement(line).name for line in offered["cpu"]] == ["kv-cpu"]
 
 

@@ -13,8 +13,6 @@ ALLOWED = {  # each with where it writes
     "packages/kv-transformers/src/kv_transformers/models/convert.py": "a folder that is renamed",
     "packages/kv-transformers/src/kv_transformers/checkpoint.py": "a folder that is renamed",
     "packages/kv-eval/src/kv_eval/vllm/capacity.py": "a temporary folder",
-    "packages/kv-eval/src/kv_eval/calibrate/plot.py": "memory",
-    "packages/kv-eval/src/kv_eval/report/picture.py": "memory",
     "benchmarks/_zack_bases.py": "memory",
     "benchmarks/_bare.py": "a temporary folder",
     "benchmarks/_gpu_child.py": "rows, one after the other",

@@ -8,10 +8,12 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
+import kv_eval.extras as extras
 from closed_pipe import run_unread
 from inspected import HELD, inspection
 from kv_eval.cli.inspect_shown import SHADES, shade, shaded, show
 from kv_eval.inspection.record import Inspection
+from kv_policy.installing import install_command
 from kv_serve.cli import app
 from result_files import tree
 from tiny_model import save
@@ -205,6 +207,13 @@ def test_what_cannot_be_is_refused(
     monkeypatch.chdir(tmp_path)
     assert sentence in refused(*options, PROMPT)
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_page_without_what_draws_its_map(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(extras, "find_spec", lambda name: None)
+    said = refused(*STREAMING, "--html", tmp_path / "a.html", PROMPT)
+    assert "--html needs Altair with vl-convert, which draw charts: `" in said
+    assert install_command("altair[save]>=6") in said
 
 
 def test_a_file_that_cannot_be_read_or_is_also_an_output(tmp_path: Path) -> None:

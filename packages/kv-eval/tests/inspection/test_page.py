@@ -82,15 +82,21 @@ def test_shades_rise_and_only_none_and_all_have_the_ends() -> None:
 
 
 def test_the_map_says_what_each_head_holds(one: Node) -> None:
-    cells = list(one.one("svg", class_="heat").all("rect"))
-    found = [(c["data-layer"], c["data-head"], c["data-held"], c["data-facts"]) for c in cells]
-    assert found == [
-        ("0", "0", HELD[0][0], "4 tokens"),
-        ("0", "1", HELD[0][1], "5 tokens"),
-        ("1", "0", HELD[1][0], "6 tokens"),
-        ("1", "1", HELD[1][1], "2 tokens"),
-    ]
     section = one.one("section", id="kept")
+    cells = section.one("svg").all("path", **{"aria-roledescription": "rect mark"})
+    assert [cell["aria-label"] for cell in cells] == [
+        "layer 0, head 0\n4 tokens",
+        "layer 0, head 1\n5 tokens",
+        "layer 1, head 0\n6 tokens",
+        "layer 1, head 1\n2 tokens",
+    ]
+    items = section.one("ol").all("li")
+    assert [(c["data-layer"], c["data-head"], c["data-held"]) for c in items] == [
+        ("0", "0", HELD[0][0]),
+        ("0", "1", HELD[0][1]),
+        ("1", "0", HELD[1][0]),
+        ("1", "1", HELD[1][1]),
+    ]
     assert section.one("figcaption").text == "Least 2, mean 4.2, most 6 tokens."
     assert body(section.one("table")) == [["0", "4", "5"], ["1", "6", "2"]]
 

@@ -18,10 +18,7 @@ def run(*steps: str) -> list[dict[str, Any]]:
     """Take steps one after the other on the page of a prompt, and give the state after each."""
     html = tree(page(inspection()))
     tokens = [[t["class"], t["title"]] for t in html.one("div", id="prompt").all("span")]
-    cells = [
-        [c["data-layer"], c["data-head"], c["data-held"]]
-        for c in html.one("svg", class_="heat").all("rect")
-    ]
+    cells = [[c["data-layer"], c["data-head"], c["data-held"]] for c in html.one("ol").all("li")]
     places = [name.text for name in html.all("span", class_="place")]
     document = DOCUMENT.read_text("utf-8")
     for name, value in (("TOKENS", tokens), ("CELLS", cells), ("PLACES", places)):

@@ -1,11 +1,13 @@
 """Which files a page is made of, and which are refused with a sentence."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kv_eval.report.page import page
 from kv_eval.report.read import ReadError, read
 from result_files import report, row
 
@@ -58,6 +60,17 @@ def test_files_of_one_name_are_told_apart_by_their_paths(path: Path, tmp_path: P
     for copy in (other, third):
         copy.write_bytes(path.read_bytes())
     assert [s.name for s in read([path, other, third])] == [str(path), str(other), "b.json"]
+
+
+def test_a_name_that_is_not_utf_8_is_drawn(path: Path, tmp_path: Path) -> None:
+    other = tmp_path / os.fsdecode(b"b\xff.json")
+    try:
+        other.write_bytes(path.read_bytes())
+    except OSError:
+        pytest.skip("this file system has names in UTF-8 only")
+    sources = read([path, other])
+    assert [source.name for source in sources] == ["a.json", r"b\udcff.json"]
+    assert rb"full (b\udcff.json)" in page(sources)
 
 
 @pytest.mark.parametrize(

@@ -23,11 +23,8 @@ class Element {
   removeAttribute(name) {
     this[name] = "";
   }
-  querySelector() {
-    return { remove() {} };
-  }
-  querySelectorAll(selector) {
-    return selector === "[data-name]" ? cellsMade : [];
+  querySelectorAll() {
+    return [];
   }
   getBoundingClientRect() {
     return { left: 0, right: 10, top: 60, bottom: 70 };
@@ -37,23 +34,21 @@ class Element {
   }
 }
 
-const cellsMade = CELLS.map(([layer, head, held]) => {
-  const dataset = { layer, head, held, name: "", facts: "" };
-  return new Element("rect", { dataset });
-});
+const heldMade = CELLS.map(([layer, head, held]) => ({ dataset: { layer, head, held } }));
+const cellsMade = CELLS.map(() => new Element("path"));
 const tokensMade = TOKENS.map(([className, title]) => new Element("span", { className, title }));
 const placesMade = PLACES.map((textContent) => new Element("span", { textContent }));
 const heatMade = new Element("svg");
 const byId = Object.fromEntries(
-  ["choice", "prompt", "places", "shades"].map((id) => [id, new Element("div", { hidden: false })]),
+  ["choice", "kept", "prompt", "places", "shades"].map((id) => [id, new Element("div", { hidden: false })]),
 );
 byId.tip = new Element("div", { hidden: true, offsetWidth: 100, offsetHeight: 40 });
 const bySelector = {
-  "[data-held]": cellsMade,
+  "[data-held]": heldMade,
+  '#kept [aria-roledescription="rect mark"]': cellsMade,
   "#prompt .t": tokensMade,
   "#places .place": placesMade,
-  "svg.chart, svg.heat": [heatMade],
-  "svg.heat": [heatMade],
+  "svg.chart": [heatMade],
   "th[data-sort]": [],
 };
 
@@ -84,7 +79,7 @@ const made = {
       ]),
       said: byId.choice.children.at(-1).textContent,
       looks: tokensMade.map((token) => token.className),
-      facts: tokensMade.map((token) => token.dataset.facts),
+      facts: tokensMade.map((token) => token.dataset.told.split("\n")[1]),
       titles: tokensMade.map((token) => token.title),
       hidden: [byId.places.hidden, byId.shades.hidden],
       chosen: cellsMade.map((cell) => cell.classes.has("chosen")),

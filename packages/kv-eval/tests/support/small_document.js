@@ -32,9 +32,8 @@ headRow.cells = KINDS.map(
 );
 
 const marksMade = MARKS.map(([name, x, y]) => {
-  const mark = new Element("g", { middle: [x, y], dataset: { name, facts: "1\n2" } });
-  mark.querySelector = () => ({ remove: () => (mark.untitled = true) });
-  return mark;
+  const attributes = { "aria-label": `${name}\n1\n2` };
+  return new Element("path", { middle: [x, y], attributes });
 });
 const pictureMade = new Element("svg", { querySelectorAll: () => marksMade });
 const tipMade = new Element("div", { hidden: true, offsetWidth: 100, offsetHeight: 40 });
@@ -48,6 +47,7 @@ globalThis.document = {
   addEventListener: (name, does) => (document.on[name] = does),
 };
 
+const nameOf = (mark) => mark.attributes["aria-label"].split("\n")[0];
 const made = {
   click: (i) => headRow.cells[i].children[0].on.click(),
   point: (name, x, y, pointerType = "mouse") =>
@@ -66,6 +66,6 @@ const made = {
       : {
           said: [tipMade.children[0].textContent, tipMade.children[1]],
           at: [tipMade.style.left, tipMade.style.top],
-          marked: marksMade.filter((m) => m.classes.has("told")).map((m) => m.dataset.name),
+          marked: marksMade.filter((m) => m.classes.has("told")).map(nameOf),
         },
 };

@@ -11,6 +11,7 @@ from kv_eval.cli.calibrate_heads import heads
 from kv_eval.cli.calibrate_zack import zack
 from kv_eval.cli.eval import Task
 from kv_eval.cli.shares import share
+from kv_eval.extras import undrawable
 from kv_transformers.cli.console import (
     INTERRUPTED,
     check_writable,
@@ -110,7 +111,6 @@ def leankv(
     once: run the same command again to resume after an interruption.
     """
     from kv_eval.calibrate.grid import PAIRS, grid
-    from kv_eval.calibrate.plot import missing
     from kv_eval.calibrate.search import Search
     from kv_eval.tasks import default_text, read_text
     from kv_transformers.from_text import read_spec
@@ -141,7 +141,7 @@ def leankv(
         check_writable(plot, "--plot")
         if os.path.realpath(plot) == os.path.realpath(out_file):
             refuse(f"--plot and --out both name {plot}; use another file for the plot")
-        reason = missing()
+        reason = undrawable("--plot")
         if reason is not None:
             refuse(reason)
     expect_backend(backend)

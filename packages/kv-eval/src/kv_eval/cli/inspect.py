@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kv_eval.cli.targets import expect_apart, write_all
+from kv_eval.extras import undrawable
 from kv_transformers.cli.console import check_writable, err, refuse, refusing, remark
 from kv_transformers.cli.options import (
     BackendOption,
@@ -76,6 +77,8 @@ def inspect(
     expect_apart([] if file is None else [file], "the prompt", named)
     for option, path in named.items():
         check_writable(path, option)
+    if html is not None and (reason := undrawable("--html")) is not None:
+        refuse(reason)
     expect_backend(backend)
     loaded = load_model(model, dtype, device)
     if chat:

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from kv_eval.cli.targets import expect_apart, write_all
+from kv_eval.extras import undrawable
 from kv_transformers.cli.console import check_writable, refuse, refusing
 
 
@@ -16,23 +17,23 @@ def report(
     ],
     out: Annotated[Path, typer.Option(help="Output file of the page.")] = Path("report.html"),
     png: Annotated[
-        Path | None, typer.Option(help="Output file of the frontier as PNG, for documents.")
+        Path | None,
+        typer.Option(help="Output file of the charts as PNG, for documents."),
     ] = None,
     svg: Annotated[
-        Path | None, typer.Option(help="Output file of the frontier as SVG, for documents.")
+        Path | None,
+        typer.Option(help="Output file of the charts as SVG, for documents."),
     ] = None,
 ) -> None:
     """Write a page with the cost of policies in answers and their saving in bytes.
 
-    The page is one self-contained HTML file with the frontier of quality against bytes, times,
+    The page is one self-contained HTML file with quality against bytes, times,
     tables, and the commands to reproduce it.
     """
     targets = {"--out": out, "--png": png, "--svg": svg}
     named = {option: path for option, path in targets.items() if path is not None}
     expect_apart(files, "a result", named)
-    from kv_eval.report.picture import missing
-
-    reason = missing() if png or svg else None
+    reason = undrawable("`kv-serve report`")
     if reason is not None:
         refuse(reason)
     from kv_eval.report.read import ReadError, read

@@ -1,17 +1,17 @@
 
 // Choice of layer, head and place: the text shows their tokens, from the data of the map's cells.
 
-const allHeads = [...document.querySelectorAll("[data-held]")].map((cell) => ({
-  cell,
-  ...cell.dataset,
+const cells = document.querySelectorAll('#kept [aria-roledescription="rect mark"]');
+const allHeads = [...document.querySelectorAll("[data-held]")].map((data, i) => ({
+  cell: cells[i], // in the same order
+  ...data.dataset,
 }));
 const placeNames = [...document.querySelectorAll("#places .place")].map((name) => name.textContent);
 const promptBox = document.getElementById("prompt");
 const tokens = [...document.querySelectorAll("#prompt .t")].map((shown) => {
   const [name, facts] = shown.title.split("\n");
-  Object.assign(shown.dataset, { name, facts });
   shown.removeAttribute("title"); // else the browser shows it too
-  return { shown, looks: shown.className, facts };
+  return { shown, looks: shown.className, name, facts };
 });
 
 function chooser(name, first, options) {
@@ -76,13 +76,13 @@ function show() {
   const some = allHeads.filter(({ layer, head }) => fits(layers, layer) && fits(heads, head));
   const one = some.length === 1;
   const all = !one && some.length === allHeads.length;
-  tokens.forEach(({ shown, looks, facts }, i) => {
+  tokens.forEach(({ shown, looks, name, facts }, i) => {
     const marks = looks.split(" ").slice(2); // after `t` and the shade: classes of the kind of text
     let found = [looks.split(" ")[1], facts];
     if (one) found = looksOfOne(some[0].held[i]);
     else if (!all || holds.value !== "") found = looksOfSome(some, i);
     shown.className = ["t", found[0], ...marks].join(" ");
-    shown.dataset.facts = found[1];
+    shown.dataset.told = `${name}\n${found[1]}`;
   });
   document.getElementById("places").hidden = !one;
   document.getElementById("shades").hidden = one;
@@ -100,20 +100,7 @@ for (const { cell, layer, head } of allHeads) {
     show();
   });
 }
-for (const picture of document.querySelectorAll("svg.heat")) picture.classList.add("choosing");
+document.getElementById("kept").classList.add("choosing");
 
-promptBox.addEventListener("pointermove", (event) => {
-  const found = event.target.closest(".t");
-  if (found) tell(found);
-  else hide();
-});
-promptBox.addEventListener("pointerdown", (event) => {
-  const found = event.target.closest(".t");
-  if (!found) return;
-  event.stopPropagation(); // else the document hides it again
-  tell(found);
-});
-promptBox.addEventListener("pointerleave", (event) => {
-  if (event.pointerType !== "touch") hide(); // touch: lifting a finger is a leave event
-});
+telling(promptBox, (event) => event.target.closest(".t"));
 show();

@@ -3,7 +3,6 @@
 from typing import Final
 
 from kv_eval.inspection.record import LEVELS, Inspection, Token, level
-from kv_eval.report.chart import colour
 from kv_eval.report.frame import Section, frame, own
 from kv_eval.report.kept import kept_by
 from kv_eval.report.markup import Markup, join, tag, text
@@ -11,6 +10,7 @@ from kv_eval.report.run import fact
 from kv_eval.report.table import Cell, Column, number, table, word
 
 TITLE: Final = "What was kept of a prompt"
+KINDS: Final = 6  # colours of places, in the page's style
 _BLANK: Final = "\N{NO-BREAK SPACE}"
 _ABOUT: Final = (
     "The stronger the shade of a token, the more of the model's heads keep it, of all layers. A "
@@ -82,7 +82,7 @@ def _names(found: Inspection) -> tuple[Markup, ...]:
         return tag("li", None, tag("span", sample, text(_BLANK)), name)
 
     places = (
-        item(f"at {colour(i)}", tag("span", {"class": "place"}, text(place.name)))
+        item(f"at k{i % KINDS}", tag("span", {"class": "place"}, text(place.name)))
         for i, place in enumerate(found.places)
     )
     return (*places, item("s0", tag("span", None, text("not kept"))))
@@ -148,7 +148,7 @@ def _bytes(found: Inspection) -> Markup:
     ratio = f"{found.ratio:.3f} of the full {found.full_bytes:,}"
     return tag(
         "article",
-        {"class": "whole"},
+        None,
         tag("p", None, text(f"{found.kv_bytes:,} bytes are held, {ratio}.")),
         tag("p", {"class": "note"}, text(_BYTES)),
         table("Tokens and bytes by how they are held", columns, rows),
@@ -165,4 +165,4 @@ def _run(found: Inspection) -> Markup:
         "versions": ", ".join(f"{name} {version}" for name, version in found.versions.items()),
     }
     listed = tag("dl", None, *(fact(name, value) for name, value in facts.items()))
-    return tag("article", {"class": "whole"}, listed)
+    return tag("article", None, listed)

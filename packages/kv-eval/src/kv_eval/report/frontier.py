@@ -9,6 +9,7 @@ from kv_eval.report.read import Source
 from kv_transformers.from_text import FULL
 
 LOWER: Final = frozenset({"nll"})  # tasks whose score is a loss
+EQUAL: Final = 0.02  # of the full cache's bytes: a frontier would be a vertical line
 Place = tuple[float, float]
 
 
@@ -22,7 +23,6 @@ class Point:
         row: the measurements.
         best: whether it is on the frontier of its panel.
         times: seconds over those of `full` in the same file, task, setting and length; None if
-            either was not measured.
             either was not measured.
     """
 
@@ -42,6 +42,11 @@ class Point:
         """The score; for a loss, the difference to the full cache's."""
         return quality(self.row)
 
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The 95 % confidence interval of the quality; None if unknown."""
+        return self.row.change_interval if self.row.task in LOWER else self.row.score_interval
+
 
 @dataclass(frozen=True, slots=True)
 class Panel:
@@ -56,6 +61,12 @@ class Panel:
     def lower(self) -> bool:
         """Whether lower scores are better."""
         return self.task in LOWER
+
+    @property
+    def equal(self) -> bool:
+        """Whether several policies other than `full` hold about the same bytes."""
+        held = [point.share for point in self.points if point.row.policy != FULL]
+        return len(held) > 1 and max(held) - min(held) <= EQUAL
 
     @property
     def frontier(self) -> tuple[Point, ...]:

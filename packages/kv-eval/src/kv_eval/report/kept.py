@@ -1,19 +1,19 @@
 """Tokens kept by each head of each layer, as a heat map."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from statistics import fmean
-from typing import Final, TypeAlias
+from typing import Final, Literal, TypeAlias
+
+import altair as alt
 
 from kv_eval.evaluate.report import Layers
+from kv_eval.report.charts import PAGE, WIDTH, data, svg
 from kv_eval.report.markup import NOTHING, Markup, join, tag, text
 from kv_eval.report.read import Source
 from kv_eval.report.table import Column, number, table
 
-WIDTH: Final = 400.0
-_LEFT: Final = 34.0
-_TOP: Final = 22.0
-_ROW: Final = 14.0
+_ROW: Final = 14  # height of a layer's row
 _ABOUT = (
     "Tokens in the cache after the prompt, mean over the samples: a row for each layer, a column "
     "for each of its KV heads. The stronger the colour, the more; the strongest is the most that "
@@ -42,8 +42,8 @@ def kept_by(name: str, layers: Layers, *, form: str = ",.1f", held: Held | None 
         name: of the policy.
         layers: for each layer its heads' tokens.
         form: format of the numbers, in Python's format syntax.
-        held: for each layer and head data for a script, as `data-held` of its cell; `data-layer`
-            and `data-head` are added.
+        held: for each layer and head data for a script, as `data-held` of an item of a hidden list
+            in the order of the cells; `data-layer` and `data-head` are added.
     """
     most = max(len(heads) for heads in layers)
     columns = [Column("layer"), *(Column(f"head {head}") for head in range(most))]
@@ -57,9 +57,10 @@ def kept_by(name: str, layers: Layers, *, form: str = ",.1f", held: Held | None 
     title = f"Tokens per layer and head: {name}"
     return tag(
         "article",
-        None,
+        {"class": "beside"},
         tag("h3", None, text(name)),
-        tag("figure", None, heat(name, layers, form=form, held=held), _summary(layers, form)),
+        tag("figure", None, svg(title, heat(layers, form)), _summary(layers, form)),
+        NOTHING if held is None else tag("ol", {"hidden": ""}, *_items(held)),
         tag(
             "details",
             None,
@@ -69,66 +70,39 @@ def kept_by(name: str, layers: Layers, *, form: str = ",.1f", held: Held | None 
     )
 
 
-def heat(name: str, layers: Layers, *, form: str = ",.1f", held: Held | None = None) -> Markup:
-    """Draw amounts, one cell each; the greatest is opaque.
-
-    Args:
-        name: read by screen readers.
-        layers: for each layer its heads' amounts, none negative.
-        form: format of the amounts, in Python's format syntax.
-        held: see `kept_by`.
-    """
+def heat(layers: Layers, form: str) -> alt.Chart:
+    """Draw amounts, none negative, one cell each in their order; the greatest is opaque."""
     most = max(map(max, layers)) or 1.0
-    wide = max(len(heads) for heads in layers)
-    size = (WIDTH - _LEFT - 2) / wide
-    cells = (
-        _cell(
-            (layer, head),
-            (size, amount / most),
-            f"{amount:{form}} tokens",
-            None if held is None else held[layer][head],
-        )
+    cells = [
+        {
+            **{"layer": layer, "head": head, "part": amount / most},
+            "told": f"layer {layer}, head {head}\n{amount:{form}} tokens",
+        }
         for layer, heads in enumerate(layers)
         for head, amount in enumerate(heads)
-    )
-    height = _TOP + _ROW * len(layers) + 2
-    return tag(
-        "svg",
-        {"class": "heat", "viewBox": f"0 0 {WIDTH:g} {height:g}", "role": "img"}
-        | {"aria-label": f"tokens per layer and head of {name}"},
-        *(
-            _words(_LEFT + (head + 0.5) * size, 15.0, str(head), "middle")
-            for head in _some(wide, 16)
-        ),
-        _words(2.0, 15.0, "head", "start"),
-        *(
-            _words(_LEFT - 5, _TOP + (layer + 0.5) * _ROW + 4, str(layer), "end")
-            for layer in _some(len(layers), 40)
-        ),
-        *cells,
+    ]
+    return (
+        alt.Chart(data(cells), width=WIDTH, height=alt.Step(_ROW))
+        .mark_rect(color=PAGE.accent, stroke=PAGE.rule, strokeWidth=0.5)
+        .encode(
+            x=alt.X("head:O", axis=_axis(orient="top")),
+            y=alt.Y("layer:O", axis=_axis()),
+            fillOpacity=alt.FillOpacity(
+                "part:Q", scale=alt.Scale(domain=[0, 1], range=[0, 1]), legend=None
+            ),
+            description="told:N",
+        )
     )
 
 
-def _cell(at: tuple[int, int], looks: tuple[float, float], amount: str, held: str | None) -> Markup:
-    """Draw a cell with a width and opacity at a layer and head."""
-    (layer, head), (size, part) = at, looks
-    return tag(
-        "rect",
-        {
-            "class": "cell",
-            "x": _LEFT + head * size,
-            "y": _TOP + layer * _ROW,
-            "width": size,
-            "height": _ROW,
-            "fill-opacity": part,
-            "data-name": f"layer {layer}, head {head}",
-            "data-facts": amount,
-            "data-held": held,
-            "data-layer": None if held is None else layer,
-            "data-head": None if held is None else head,
-        },
-        tag("title", None, text(f"layer {layer}, head {head}: {amount}")),
-    )
+def _axis(orient: Literal["top", "left"] = "left") -> alt.Axis:
+    return alt.Axis(orient=orient, labelAngle=0, labelOverlap=True, grid=False)
+
+
+def _items(held: Held) -> Iterator[Markup]:
+    for layer, heads in enumerate(held):
+        for head, places in enumerate(heads):
+            yield tag("li", {"data-layer": layer, "data-head": head, "data-held": places})
 
 
 def _summary(layers: Layers, form: str) -> Markup:
@@ -136,12 +110,3 @@ def _summary(layers: Layers, form: str) -> Markup:
     least, most = (format(amount, form) for amount in (min(amounts), max(amounts)))
     words = f"Least {least}, mean {fmean(amounts):,.1f}, most {most} tokens."
     return tag("figcaption", None, text(words))
-
-
-def _some(count: int, most: int) -> range:
-    """Return at most `most` of 0 to `count` - 1, at equal distances."""
-    return range(0, count, -(-count // most))
-
-
-def _words(x: float, y: float, words: str, anchor: str) -> Markup:
-    return tag("text", {"x": x, "y": y, "text-anchor": anchor}, text(words))

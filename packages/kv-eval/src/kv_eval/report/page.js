@@ -31,7 +31,7 @@ for (const head of document.querySelectorAll("th[data-sort]")) {
   head.setAttribute("aria-sort", "none");
 }
 
-// Tooltips of points: when a pointer is near, on tap, and on focus.
+// Tooltips of what a chart shows: when a pointer is near, on tap, and on focus.
 
 const tip = document.getElementById("tip");
 let told = null;
@@ -52,51 +52,57 @@ function place() {
   tip.style.top = `${top}px`;
 }
 
-function tell(mark) {
+function tell(mark, words = mark.getAttribute("aria-label")) {
   if (told === mark) return;
   hide();
   told = mark;
   mark.classList.add("told");
+  const [first, ...facts] = words.split("\n");
   const name = document.createElement("strong");
-  name.textContent = mark.dataset.name;
-  tip.replaceChildren(name, mark.dataset.facts);
+  name.textContent = first;
+  tip.replaceChildren(name, facts.join("\n"));
   tip.hidden = false;
   place();
 }
 
-function nearest(marks, x, y) {
+function nearest(points, x, y) {
   let [best, least] = [null, 24]; // pixels
-  for (const mark of marks) {
-    const box = mark.getBoundingClientRect();
+  for (const point of points) {
+    const box = point.getBoundingClientRect();
     const away = Math.hypot((box.left + box.right) / 2 - x, (box.top + box.bottom) / 2 - y);
-    if (away < least) [best, least] = [mark, away];
+    if (away < least) [best, least] = [point, away];
   }
   return best;
 }
 
-for (const picture of document.querySelectorAll("svg.chart, svg.heat")) {
-  const marks = [...picture.querySelectorAll(".mark")];
-  for (const mark of picture.querySelectorAll("[data-name]")) {
-    mark.querySelector("title").remove(); // else the browser shows it too
-  }
+// Tell of what `find` returns for an event of a pointer in a box.
+function telling(box, find) {
   const point = (event) => {
-    const found = marks.length
-      ? nearest(marks, event.clientX, event.clientY)
-      : event.target.closest("[data-name]");
-    if (found) tell(found);
+    const found = find(event);
+    if (found) tell(found, found.dataset.told);
     else hide();
   };
-  picture.addEventListener("pointermove", point);
-  picture.addEventListener("pointerdown", (event) => {
+  box.addEventListener("pointermove", point);
+  box.addEventListener("pointerdown", (event) => {
     event.stopPropagation(); // else the document hides it again
     point(event);
   });
-  picture.addEventListener("pointerleave", (event) => {
+  box.addEventListener("pointerleave", (event) => {
     if (event.pointerType !== "touch") hide(); // touch: lifting a finger is a leave event
   });
-  for (const mark of marks) {
-    mark.addEventListener("focus", () => tell(mark));
-    mark.addEventListener("blur", () => told === mark && hide());
+}
+
+for (const chart of document.querySelectorAll("svg.chart")) {
+  const points = [...chart.querySelectorAll('[aria-roledescription="point"]')];
+  telling(chart, (event) =>
+    points.length
+      ? nearest(points, event.clientX, event.clientY)
+      : event.target.closest(".role-mark [aria-label]"),
+  );
+  for (const point of points) {
+    point.setAttribute("tabindex", "0");
+    point.addEventListener("focus", () => tell(point));
+    point.addEventListener("blur", () => told === point && hide());
   }
 }
 

@@ -10,7 +10,6 @@ from kv_eval.report.quality import quality
 from kv_eval.report.read import Source
 from kv_eval.report.run import run
 from kv_eval.report.spectra import spectra
-from kv_eval.report.speed import speed
 
 TITLE: Final = "Quality against bytes held"
 
@@ -27,7 +26,6 @@ def page(sources: Sequence[Source]) -> bytes:
     found, names = panels(sources), tuple(source.name for source in sources)
     sections = (
         Section("quality", "Quality", quality(found, names)),
-        Section("speed", "Speed", speed(found, names)),
         Section("kept", "Tokens kept", kept(sources)),
         Section("spectra", "Singular values", spectra(sources)),
         Section("run", "What was run", run(sources)),

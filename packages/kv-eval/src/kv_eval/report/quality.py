@@ -1,74 +1,68 @@
-"""The section on quality against cache bytes."""
+"""The section on quality and time against cache bytes."""
 
 from collections.abc import Sequence
 
-from kv_eval.report.chart import Mark, chart, key
+from kv_eval.report.charts import PAGE, compared, seconds, svg
 from kv_eval.report.frontier import Panel, Point
 from kv_eval.report.markup import NOTHING, Markup, join, tag, text
-from kv_eval.report.scale import Axis, axis
 from kv_eval.report.table import Cell, Column, number, table, word
-from kv_eval.report.words import HELD, facts, name, score_axis, title
+from kv_eval.report.words import TIMES, score_axis, title
 
 _ABOUT = (
     "Every point is a policy, with its number in the table. Further left, a cache holds "
     "fewer bytes. Filled points, joined by the line, are the frontier: no other policy holds as "
-    "few bytes and does as well."
+    "few bytes and does as well. A bar is the 95 % interval."
+)
+_SECONDS = (
+    "Seconds are over all samples of a task, prompts included, relative to full in the same file. "
+    "They were measured one after the other on a machine that may have had other load, so small "
+    "differences mean little."
 )
 
 
 def quality(panels: Sequence[Panel], files: tuple[str, ...]) -> Markup:
-    """Draw the frontier of every panel, with a table below each."""
+    """Draw every panel, with a table below each."""
+    timed = any(map(_timed, panels))
     return join(
         tag("p", None, text(_ABOUT)),
-        key(files),
+        tag("p", None, text(_SECONDS)) if timed else NOTHING,
         *(_panel(panel, files) for panel in panels),
-    )
-
-
-def axes(panel: Panel) -> tuple[Axis, Axis]:
-    """Return the axes of a panel: bytes from 0, shares from 0 to 1, losses from 0."""
-    ends = (0.0,) if panel.lower else (0.0, 1.0)
-    return (
-        axis(HELD, [0.0, *(100 * point.share for point in panel.points)]),
-        axis(score_axis(panel.task), [*ends, *(point.quality for point in panel.points)]),
     )
 
 
 def _panel(panel: Panel, files: tuple[str, ...]) -> Markup:
     called = title(panel)
-    x, y = axes(panel)
-    picture = chart(
-        f"{called}: {y.label}, against {x.label}",
-        [_mark(point, panel, files) for point in panel.points],
-        x,
-        y,
-        line=[(100 * point.share, point.quality) for point in panel.frontier],
-    )
+    drawn = [svg(f"{called}: {score_axis(panel.task)}", compared(panel, files, PAGE))]
+    if timed := _timed(panel):
+        drawn.append(svg(f"{called}: {TIMES}", seconds(timed, files, PAGE)))
     return tag(
         "article",
         None,
         tag("h3", None, text(called)),
+        _equal(panel),
         _unequal(panel),
-        tag("figure", None, picture),
+        tag("div", {"class": "pair"}, *(tag("figure", None, each) for each in drawn)),
         _table(panel, files),
     )
 
 
-def _mark(point: Point, panel: Panel, files: tuple[str, ...]) -> Mark:
-    return Mark(
-        x=100 * point.share,
-        y=point.quality,
-        kind=point.source,
-        filled=point.best,
-        label=str(point.number),
-        name=name(point, files),
-        facts=facts(point, loss=panel.lower),
-    )
+def _timed(panel: Panel) -> tuple[Point, ...]:
+    """Return the points with seconds; none if only those of `full` are known."""
+    timed = tuple(point for point in panel.points if point.times is not None)
+    return timed if any(point.times != 1 for point in timed) else ()
 
 
 def interval(of: tuple[float, float] | None) -> str:
     """Format a 95 % confidence interval; empty if unknown."""
     return "" if of is None else f"{of[0]:.3f}\N{EN DASH}{of[1]:.3f}"
+
+
+def _equal(panel: Panel) -> Markup:
+    """Say why there is no frontier if policies hold about the same bytes."""
+    if not panel.equal:
+        return NOTHING
+    words = "These policies hold about the same bytes, so each has a row, and no line joins them."
+    return tag("p", {"class": "note"}, text(words))
 
 
 def _unequal(panel: Panel) -> Markup:
@@ -96,6 +90,7 @@ def _table(panel: Panel, files: tuple[str, ...]) -> Markup:
         Column("bytes"),
         Column("samples"),
         Column("seconds"),
+        Column("\N{MULTIPLICATION SIGN} full's"),
         Column("frontier", number=False),
     ]
     rows = [
@@ -119,5 +114,6 @@ def _row(point: Point, file: str | None, *, apart: bool) -> list[Cell]:
         number(row.kv_bytes, ",.0f"),
         number(row.samples, ",d"),
         number(row.seconds or None, ",.1f"),
+        number(point.times, ".2f"),
         word("yes" if point.best else "no"),
     ]

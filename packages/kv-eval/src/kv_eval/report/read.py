@@ -45,9 +45,14 @@ def read(paths: Sequence[Path]) -> tuple[Source, ...]:
             )
     names = [path.name for path in paths]
     return tuple(
-        Source(path.name if names.count(path.name) == 1 else str(path), report)
+        Source(_text(path.name if names.count(path.name) == 1 else str(path)), report)
         for path, report in zip(paths, reports, strict=True)
     )
+
+
+def _text(name: str) -> str:
+    """Write bytes of a name that are not UTF-8, which Python keeps as surrogates, as escapes."""
+    return name.encode("utf-8", "backslashreplace").decode()
 
 
 def _read(path: Path) -> Report:

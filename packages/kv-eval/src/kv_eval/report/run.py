@@ -75,7 +75,7 @@ def _file(source: Source) -> Markup:
     }
     return tag(
         "article",
-        {"class": "whole"},
+        None,
         tag("h3", None, text(source.name)),
         tag("dl", None, *(fact(name, value) for name, value in facts.items() if value)),
         *(tag("pre", {"tabindex": "0"}, tag("code", None, text(c))) for c in commands(report)),

@@ -1,23 +1,24 @@
 """Spectra of singular values, head by head."""
 
-import math
 from collections.abc import Sequence
 from itertools import accumulate
 from statistics import median
 from typing import Final
 
+import altair as alt
+
 from kv_eval.evaluate.report import Amounts, Spectra
-from kv_eval.report.chart import HEIGHT, PLOT, WIDTH, frame
+from kv_eval.report.charts import HEIGHT, PAGE, WIDTH, data, svg
 from kv_eval.report.markup import NOTHING, Markup, join, tag, text
 from kv_eval.report.read import Source
-from kv_eval.report.scale import Axis, axis
 from kv_eval.report.table import Column, number, table
 
 FLOOR: Final = 1e-4  # smaller values are drawn here
 SHARES: Final = (0.9, 0.99)
 _ABOUT = (
-    "Singular values over the greatest one of the same head. Every thin line is a head; the thick "
-    "one is the median over all. The steeper it falls, the fewer dimensions a cache needs."
+    "Singular values over the greatest one of the same head. A thin line is the median over the "
+    "heads of a layer; the thick one is that over all heads. The steeper it falls, the fewer "
+    "dimensions a cache needs."
 )
 
 
@@ -64,39 +65,41 @@ def _one(name: str, layers: Spectra) -> Markup:
     ]
     return tag(
         "article",
-        None,
+        {"class": "beside"},
         tag("h3", None, text(name)),
-        tag("figure", None, _chart(name, layers)),
+        tag("figure", None, svg(f"Singular values: {name}", lines(layers))),
         table(f"Median over the heads: {name}", columns, rows),
     )
 
 
-def _chart(name: str, layers: Spectra) -> Markup:
-    lines = [
-        (layer, i, relative(head))
+def lines(layers: Spectra) -> alt.LayerChart:
+    """Draw a line for each layer, and the median of all heads."""
+    values = [
+        {"layer": layer, "told": f"layer {layer}\nmedian over its heads", **point}
         for layer, heads in enumerate(layers)
-        for i, head in enumerate(heads)
+        for point in _median(heads)
     ]
-    longest = max(len(values) for *_, values in lines)
-    x = axis("dimension", [0.0, float(longest)])
-    decades = tuple(float(power) for power in range(round(math.log10(FLOOR)), 1))
-    y = Axis("singular value, power of ten of the greatest", decades)
-    middle = [median(values[i] for *_, values in lines if i < len(values)) for i in range(longest)]
-    return tag(
-        "svg",
-        {"class": "chart", "viewBox": f"0 0 {WIDTH:g} {HEIGHT:g}", "role": "img"}
-        | {"aria-label": f"singular values of {name}, of {len(lines)} heads"},
-        frame(x, y),
-        *(_line(values, x, y, "head", f"layer {layer}, head {i}") for layer, i, values in lines),
-        _line(middle, x, y, "line", "median over all heads"),
+    base = alt.Chart(data(values), width=WIDTH, height=HEIGHT).encode(
+        x=alt.X("dimension:Q", title="dimension", axis=alt.Axis(tickCount=5)),
+        y=alt.Y(
+            "value:Q",
+            title=None,
+            scale=alt.Scale(type="log", domain=[FLOOR, 1]),
+            axis=alt.Axis(values=[10.0**-i for i in range(5)], format="~r"),
+        ),
+    )
+    every = data(_median([head for heads in layers for head in heads]))
+    thin = base.mark_line(color=PAGE.accent, strokeWidth=0.8, strokeOpacity=0.6)
+    thick = base.properties(data=every).mark_line(color=PAGE.ink, strokeWidth=2, aria=False)
+    return alt.layer(thin.encode(detail="layer:N", description="told:N"), thick).properties(
+        title=alt.Title("singular value, over the greatest", color=PAGE.soft, fontWeight="normal")
     )
 
 
-def _line(values: Sequence[float], x: Axis, y: Axis, kind: str, words: str) -> Markup:
-    left, top, right, bottom = PLOT
-    logs = (math.log10(max(value, FLOOR)) for value in values)
-    points = " ".join(
-        f"{x.place(float(i), left, right):.1f},{y.place(log, bottom, top):.1f}"
-        for i, log in enumerate(logs, 1)
-    )
-    return tag("polyline", {"class": kind, "points": points}, tag("title", None, text(words)))
+def _median(heads: Sequence[Amounts]) -> list[dict[str, float]]:
+    """Return the median of relative values, dimension by dimension; no less than the floor."""
+    found = [relative(head) for head in heads]
+    return [
+        {"dimension": i + 1.0, "value": max(FLOOR, median(v[i] for v in found if i < len(v)))}
+        for i in range(max(map(len, found)))
+    ]

@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from kv_eval.report.markup import Markup, join, tag, text
-from kv_eval.report.scale import MINUS
+
+MINUS: Final = "\N{MINUS SIGN}"  # as wide as a plus
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from kv_eval.report.frontier import Panel, Point
+from kv_eval.report.frontier import LOWER, Panel, Point
 
 _SCORES: Final = {
     "needle": "right answers, share (higher is better)",
@@ -29,14 +29,15 @@ def name(point: Point, files: tuple[str, ...]) -> str:
     return f"{point.row.policy} ({files[point.source]})" if len(files) > 1 else point.row.policy
 
 
-def facts(point: Point, *, loss: bool) -> tuple[str, ...]:
-    """Return the measurements of a point as text."""
+def told(point: Point, files: tuple[str, ...]) -> str:
+    """Return a point's name, and its measurements in lines of their own."""
     row = point.row
-    unit = " nats per token" if loss else ""
+    unit = " nats per token" if row.task in LOWER else ""
     samples = "1 sample" if row.samples == 1 else f"{row.samples:,} samples"
     far = () if row.divergence is None else (f"KL {row.divergence:.4f} nats from full",)
     times = () if point.times is None else (f"{point.times:.2f} of full's seconds",)
-    return (
+    lines = (
+        name(point, files),
         f"score {row.score:.3f}{unit}, full {row.full_score:.3f}",
         *far,
         f"{point.share:.1%} of the full cache",
@@ -44,3 +45,4 @@ def facts(point: Point, *, loss: bool) -> tuple[str, ...]:
         samples,
         *times,
     )
+    return "\n".join(lines)
