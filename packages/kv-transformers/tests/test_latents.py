@@ -379,7 +379,7 @@ def test_a_basis_is_refused(tmp_path) -> None:
     from kv_policy import parse
 
     class Based:
-        selector = formats = fitted_to = None
+        selector = formats = reading = fitted_to = None
         capabilities = parse("raw").capabilities
 
         class basis:
