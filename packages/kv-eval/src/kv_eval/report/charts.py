@@ -12,7 +12,7 @@ from kv_eval.report.frontier import Panel, Point
 from kv_eval.report.markup import Markup, tag
 from kv_eval.report.words import HELD, TIMES, name, score_axis, told
 
-Chart: TypeAlias = alt.Chart | alt.LayerChart
+Chart: TypeAlias = alt.Chart | alt.LayerChart | alt.FacetChart
 WIDTH: Final = 400  # units of the picture with its labels; a page scales it to its width
 HEIGHT: Final = 300
 STEP: Final = 36  # height of a policy's row
@@ -112,7 +112,9 @@ def spec(chart: alt.TopLevelMixin, look: Look) -> dict[str, object]:
         ),
         view=alt.ViewConfig(stroke=None),
     )
-    return styled.to_dict(validate=False)  # its parts were checked when they were made
+    # Its parts were checked when they were made.
+    found: dict[str, object] = styled.to_dict(validate=False)
+    return found
 
 
 def compared(panel: Panel, files: tuple[str, ...], look: Look) -> Chart:
@@ -200,7 +202,8 @@ def _rows(points: Sequence[Point], files: tuple[str, ...], look: Look) -> alt.Ch
     order = [_row(point, files) for point in points]
     y = alt.Y("row:N", sort=order, axis=None, scale=alt.Scale(paddingInner=0, paddingOuter=0))
     rows = alt.Chart(_data(points, files, look), width=WIDTH, height=alt.Step(STEP))
-    return rows.encode(y=y)
+    found: alt.Chart = rows.encode(y=y)
+    return found
 
 
 def _names(base: alt.Chart, look: Look) -> alt.Chart:
@@ -208,12 +211,13 @@ def _names(base: alt.Chart, look: Look) -> alt.Chart:
     names = base.mark_text(
         align="left", dx=2, dy=-12, limit=330, color=look.ink, fontSize=12, aria=False
     )
-    return names.encode(x=alt.value(0), text="row:N")
+    found: alt.Chart = names.encode(x=alt.value(0), text="row:N")
+    return found
 
 
 def _points(base: alt.Chart, files: tuple[str, ...], look: Look) -> alt.Chart:
     legend = alt.Legend(title=None, symbolFillColor=look.paper) if len(files) > 1 else None
-    return base.mark_point(size=70, strokeWidth=1.6, opacity=1).encode(
+    found: alt.Chart = base.mark_point(size=70, strokeWidth=1.6, opacity=1).encode(
         stroke=alt.Stroke(
             "file:N", scale=alt.Scale(domain=[*files], range=[*look.kinds]), legend=legend
         ),
@@ -221,11 +225,13 @@ def _points(base: alt.Chart, files: tuple[str, ...], look: Look) -> alt.Chart:
         fill=alt.Fill("fill:N", scale=None),
         description="told:N",
     )
+    return found
 
 
 def _interval(base: alt.Chart, look: Look) -> alt.Chart:
     known = base.transform_filter("isValid(datum.low)")
-    return known.mark_rule(color=look.soft, strokeWidth=1.5, aria=False)
+    found: alt.Chart = known.mark_rule(color=look.soft, strokeWidth=1.5, aria=False)
+    return found
 
 
 def _numbers(

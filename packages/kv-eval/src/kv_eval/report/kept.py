@@ -81,7 +81,7 @@ def heat(layers: Layers, form: str) -> alt.Chart:
         for layer, heads in enumerate(layers)
         for head, amount in enumerate(heads)
     ]
-    return (
+    found: alt.Chart = (
         alt.Chart(data(cells), width=WIDTH, height=alt.Step(_ROW))
         .mark_rect(color=PAGE.accent, stroke=PAGE.rule, strokeWidth=0.5)
         .encode(
@@ -93,6 +93,7 @@ def heat(layers: Layers, form: str) -> alt.Chart:
             description="told:N",
         )
     )
+    return found
 
 
 def _axis(orient: Literal["top", "left"] = "left") -> alt.Axis:

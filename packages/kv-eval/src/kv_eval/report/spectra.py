@@ -8,7 +8,7 @@ from typing import Final
 import altair as alt
 
 from kv_eval.evaluate.report import Amounts, Spectra
-from kv_eval.report.charts import HEIGHT, PAGE, WIDTH, data, svg
+from kv_eval.report.charts import HEIGHT, PAGE, WIDTH, Chart, data, svg
 from kv_eval.report.markup import NOTHING, Markup, join, tag, text
 from kv_eval.report.read import Source
 from kv_eval.report.table import Column, number, table
@@ -72,7 +72,7 @@ def _one(name: str, layers: Spectra) -> Markup:
     )
 
 
-def lines(layers: Spectra) -> alt.LayerChart:
+def lines(layers: Spectra) -> Chart:
     """Draw a line for each layer, and the median of all heads."""
     values = [
         {"layer": layer, "told": f"layer {layer}\nmedian over its heads", **point}
