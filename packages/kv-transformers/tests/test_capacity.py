@@ -52,6 +52,20 @@ def test_a_cache_holds_no_more_than_its_capacity_says(make, batch, spec, tokens)
         assert held == found.kept_bytes
 
 
+@torch.no_grad()
+def test_bounds_of_pages_are_counted(make, batch) -> None:
+    model, spec = make(), "quest:budget=50%+k8v4"
+    found = ModelMemory.of(model).under(parse(spec), 160)
+    cache = CompressedCache(model, spec)
+    model(**batch((160,)), **passing(model, cache))
+    model(torch.tensor([[5]]), **passing(model, cache))
+    report, alone = cache.memory(), ModelMemory.of(model).under(parse("k8v4"), 160)
+    rows = cache.runtime.shape.layers * cache.runtime.shape.kv_heads
+    pages = alone.kept_bytes // report.page_bytes
+    assert found.kept_bytes - alone.kept_bytes == pages * 4 * cache.runtime.shape.key_dim
+    assert report.bound_bytes >= found.kept_bytes - alone.kept_bytes - rows * report.page_bytes
+
+
 @given(
     context=st.integers(1, 5000),
     kept=st.integers(1, 10**7),

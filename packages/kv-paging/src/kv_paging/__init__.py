@@ -17,6 +17,7 @@ from kv_paging.kernels import (
     page_kernels_of,
     select_page_kernels,
 )
+from kv_paging.key_bounds import bound_bytes
 from kv_paging.layouts import fit
 from kv_paging.pool import PagePool
 from kv_paging.ragged import PerHeadRankTiers
@@ -50,6 +51,7 @@ __all__ = [
     "VectorNames",
     "adopt_all",
     "back_with_huge_pages",
+    "bound_bytes",
     "branch_all",
     "can_capture_pages",
     "clear_all",

@@ -16,6 +16,11 @@ READ: Final = 1 << 21  # numbers of keys that are decoded together
 SPARE: Final = 32  # columns that are allocated beyond those needed
 
 
+def bound_bytes(dim: int) -> int:
+    """Return the bytes of the bounds of a page, whose keys have `dim` dimensions."""
+    return 2 * dim * DTYPE.itemsize
+
+
 class KeyBounds:
     """Bounds of the decoded keys in the first pages of each table row of a store.
 

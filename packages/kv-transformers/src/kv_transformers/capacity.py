@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from kv_paging import bound_bytes
 from kv_policy import CacheShape, KVPolicy
 from kv_runtime import Account, Bases, Layout, check_basis, chunk_budget, request_pages
 from kv_transformers.layers import LayerCache, layer_caches
@@ -103,7 +104,8 @@ class ModelMemory:
     def under(self, policy: KVPolicy, context: int) -> Capacity:
         """Return the bytes of a request under a policy, in whole pages.
 
-        They are those that a scheduler reserves. A threshold, whose kept tokens depend on the text,
+        They are those that a scheduler reserves, and the bounds of keys in pages, if the policy
+        limits the pages that are read. A threshold, whose kept tokens depend on the text,
         counts as if all were kept.
 
         Raises:
@@ -112,12 +114,15 @@ class ModelMemory:
         shape, basis = self.shape, policy.basis
         check_basis(policy, shape)
         bases = None if basis is None else Bases.of(basis, shape, torch.device("cpu"))
-        account = Account.of(Layout.of(policy, shape, bases, PAGE_TOKENS), PAGE_TOKENS)
+        layout = Layout.of(policy, shape, bases, PAGE_TOKENS)
+        account = Account.of(layout, PAGE_TOKENS)
         kept, read = request_pages(policy, account, context), account.pages(context)
         if chunk_budget(policy) is not None:
             read = kept
         page = account.page_bytes
-        return Capacity(context, kept * page, max(kept, read) * page, self._others(context))
+        bounds = 0 if policy.reading is None else kept * bound_bytes(layout.shape.key_dim)
+        prompt = max(kept, read) * page + bounds
+        return Capacity(context, kept * page + bounds, prompt, self._others(context))
 
     def _others(self, context: int) -> int:
         return sum(min(context, limit) * token for limit, token in self.windows)
