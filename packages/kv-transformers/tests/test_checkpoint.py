@@ -395,7 +395,7 @@ def test_other_value_paths_are_refused(name: str, tmp_path: Path) -> None:
 class Stub:
     """A policy with a basis of any model, for those that no statistics can be written of."""
 
-    selector, formats, capabilities = None, None, Capabilities()
+    selector, formats, reading, capabilities = None, None, None, Capabilities()
 
     def __init__(self, fitted_to: str) -> None:
         self.fitted_to, self.basis = fitted_to, self

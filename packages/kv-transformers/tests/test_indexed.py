@@ -323,7 +323,7 @@ def test_indices_in_a_layer_of_full_attention_raise(monkeypatch) -> None:
 
 
 def test_a_policy_that_reads_prompts_again_is_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"indexed_attention .* go on from a state"):
+    with pytest.raises(UnsupportedModelError, match=r"indexed_attention .* continue from a state"):
         CompressedCache(made(), "kvzip:budget=12", tokenizer=Letters())
 
 
