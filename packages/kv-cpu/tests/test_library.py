@@ -101,6 +101,7 @@ def test_the_interface_is_counted_on_where_operators_change():
         5: "bf05f305ae4522c5",
         6: "eae599e9452ac9cc",
         7: "5e0d889a7acf307c",
+        8: "1110610d64f172e0",
     }
     assert hashlib.sha256(schemas.encode()).hexdigest()[:16] == known[INTERFACE]
 
