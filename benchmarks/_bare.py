@@ -19,7 +19,10 @@ from types import ModuleType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 ROOT = Path(__file__).resolve().parent.parent
-SHAPES = ("Bool", "Float", "Float16", "Float32", "Float64", "Int", "Int32", "Int64", "UInt8")
+SHAPES = (
+    *("BFloat16", "Bool", "Float", "Float16", "Float32", "Float64"),
+    *("Int", "Int32", "Int64", "UInt8"),
+)
 COMPILED = "kv-cpu"  # it has to be built, and is of no use here
 
 

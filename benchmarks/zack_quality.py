@@ -17,6 +17,7 @@ so no prompt was read in calibration. Further texts are compared with --text.
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -30,7 +31,6 @@ from _zack_rates import greatest, placed, rates
 from _zack_size import full_size, quick_size
 
 from kv_eval.calibrate.loss import loss
-from kv_eval.calibrate.plot import missing
 from kv_eval.evaluate.journal import Journal
 from kv_eval.evaluate.plan import Plan
 from kv_eval.evaluate.report import rows as report_rows
@@ -113,8 +113,8 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     quick, only = arguments.quick, arguments.only
-    if arguments.plot and (reason := missing()):
-        parser.error(reason)
+    if arguments.plot and find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: pip install matplotlib")
     size = quick_size() if quick else full_size()
     loaded, folder = load_model(progress=CONSOLE.print), _result.RESULTS
     others = [read_text(path) for path in arguments.text]

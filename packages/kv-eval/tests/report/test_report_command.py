@@ -74,7 +74,7 @@ def test_without_what_draws_charts_a_page_is_refused(
     monkeypatch.setattr(extras, "find_spec", lambda name: None if name == absent else True)
     out = tmp_path / "p.html"
     said = refused(result_file, "--out", out)
-    assert "`kv-serve report` needs Altair with vl-convert, which draw charts: `" in said
+    assert "a report needs Altair with vl-convert, which draw charts: `" in said
     assert install_command("altair[save]>=6") in said
     assert not out.exists()
 

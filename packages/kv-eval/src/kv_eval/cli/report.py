@@ -33,7 +33,7 @@ def report(
     targets = {"--out": out, "--png": png, "--svg": svg}
     named = {option: path for option, path in targets.items() if path is not None}
     expect_apart(files, "a result", named)
-    reason = undrawable("`kv-serve report`")
+    reason = undrawable("a report")
     if reason is not None:
         refuse(reason)
     from kv_eval.report.read import ReadError, read
