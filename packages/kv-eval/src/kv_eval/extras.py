@@ -3,8 +3,6 @@
 from importlib.util import find_spec
 from typing import Final
 
-from kv_policy.installing import install_command
-
 LM_EVAL: Final = "lm-eval>=0.4.13"  # the extra `lm-eval`
 ALTAIR: Final = "altair[save]>=6"  # the extra `plot`; `save` brings vl-convert
 
@@ -17,4 +15,6 @@ def undrawable(what: str) -> str | None:
     """
     if all(map(find_spec, ("altair", "vl_convert"))):
         return None
+    from kv_policy.installing import install_command  # with torch
+
     return f"{what} needs Altair with vl-convert, which draw charts: `{install_command(ALTAIR)}`"

@@ -55,7 +55,7 @@ def test_a_result_has_them_and_a_report_draws_them(
     }
     shown = run("report", path, "--out", page)
     assert shown.exit_code == 0, shown.output
-    assert page.read_text().count("singular values of zack:file=") == 2
+    assert page.read_text().count("Singular values: zack:file=") == 2
 
 
 def test_without_a_basis_a_result_says_nothing_of_them(
