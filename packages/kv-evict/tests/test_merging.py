@@ -292,7 +292,7 @@ def test_d2o_keeps_sinks() -> None:
         "cam:budget=30,targets=2",
         "cam:budget=30,seed=7,every=0",
         "kvmerger:budget=30,similar=0.5",
-        "d2o:budget=25%+k8v4",
+        "d2o:budget=25%+raw",
         "snapkv:budget=40,window=4+d2o",
         "r-kv:budget=30+cam:seed=1",
         "ada-snapkv:budget=40+kvmerger",
@@ -323,7 +323,7 @@ def test_a_method_merges_what_another_drops() -> None:
     [
         ("d2o+cam", "d2o and cam both define which tokens are kept"),
         ("h2o+d2o", "h2o drops tokens at decode steps"),
-        ("d2o+leankv", "leankv drops tokens at decode steps"),
+        ("d2o+leankv:high=raw,low=raw", "leankv drops tokens at decode steps"),
         ("streaming:chunks=true,budget=64+cam", "streaming.* drops tokens after each chunk"),
         ("snapkv+d2o:budget=12", "its own budget has no effect"),
     ],
@@ -331,4 +331,4 @@ def test_a_method_merges_what_another_drops() -> None:
 def test_what_does_not_merge_is_refused(text: str, message: str) -> None:
     with pytest.raises(CompositionError, match=message):
         parse(text)
-    assert compose(parse("d2o"), parse("k8v4"))
+    assert compose(parse("d2o"), parse("raw"))

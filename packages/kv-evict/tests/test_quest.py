@@ -4,6 +4,8 @@ from kv_evict import Quest
 from kv_policy import Budget, CompositionError, PageReading, load, parse
 from kv_policy.testing import check_policy
 
+LEANKV = "leankv:high=raw,low=raw"  # its formats are in another package
+
 
 def test_its_parameters_are_those_of_its_reading() -> None:
     policy = parse("quest:budget=1024,sinks=8,recent=32,whole=0")
@@ -31,7 +33,8 @@ def test_bytes_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "spec", ["h2o", "streaming", "tova", "leankv", "snapkv+leankv", "kv-compress:every=64"]
+    "spec",
+    ["h2o", "streaming", "tova", LEANKV, f"snapkv+{LEANKV}", "kv-compress:every=64"],
 )
 def test_selectors_that_need_every_token_in_decode_steps_are_refused(spec: str) -> None:
     with pytest.raises(CompositionError, match=r"^quest reads some pages in a decode step, but "):

@@ -32,7 +32,7 @@ from kv_runtime.batch import Batch, rolls_back
 from kv_runtime.copies import to_device
 from kv_runtime.expanded import Expanded, attended_by_head, observes_tail
 from kv_runtime.forward_pass import Forward, Pass
-from kv_runtime.joined import joined
+from kv_runtime.joined import checked_states
 from kv_runtime.layout import Layout
 from kv_runtime.memory import MemoryReport
 from kv_runtime.replay import ReplayChunk, Rereading, WaitingPrompts
@@ -41,8 +41,6 @@ from kv_runtime.retain.selected import KeepSelected
 from kv_runtime.saved import (
     CacheFacts,
     CacheState,
-    expect_facts,
-    expect_state,
     facts_of,
     fill,
     plans_of,
@@ -116,22 +114,10 @@ class PolicyCache:
             self.device, backend, policy, shape, page_tokens, PolicyCache
         )
         checks.check_reading(policy, len(self.layout.shapes), self.backend, shared=pool is not None)
-        plain = self._in_rows and policy.reading is None
-        self._decode_rows = load_rows(self.backend) if plain else None
+        rows = self.layout.attends_rows(policy, shape, self.bases)
+        self._decode_rows = load_rows(self.backend) if rows else None
         self._followers: tuple[PolicyCache, ...] = ()  # empty caches that also store the next pass
         self.reset()
-
-    @property
-    def _in_rows(self) -> bool:
-        """Whether a backend may decode on an engine's rows, whose heads are those that are stored.
-
-        A selector that scores tokens once reads vectors that are not projected.
-        """
-        if self.bases is None:
-            return not self.shape.value_in_key
-        once = self.selector is not None and self.selector.scores_once
-        singly = self.bases.stored.kv_heads == self.shape.kv_heads and len(self.layout.shapes) == 1
-        return singly and not once and not self.bases.folded
 
     def share_prefill(self, others: "Sequence[PolicyCache]") -> None:
         """Store the next pass of this empty cache in other empty caches, too.
@@ -734,8 +720,7 @@ class PolicyCache:
         """
         if self.batch is None or not self.batch.columns:
             raise ValueError("an empty cache has no state; run a forward pass over a prompt first")
-        plans = self._keeper.plans() if isinstance(self._keeper, KeepSelected) else None
-        return facts_of(self.policy, self.layout, self.bases, self.batch, plans)
+        return facts_of(self.policy, self.layout, self.bases, self.batch, self._keeper.plans())
 
     def state(self) -> CacheState:
         """Return the state between two passes, for `restore`; it has no pages.
@@ -747,12 +732,11 @@ class PolicyCache:
             ValueError: the cache is empty, prompts are unfinished, or the pool is shared.
         """
         self._expect_no_pass()
-        facts = self.facts()
+        facts, plans = self.facts(), self._keeper.plans()
         if self._goes_on:
             raise ValueError("a cache with unfinished prompts has no state; finish them first")
         assert self.batch is not None  # checked by `facts`
         with torch.inference_mode(False), torch.no_grad():
-            plans = self._keeper.plans() if isinstance(self._keeper, KeepSelected) else None
             return CacheState(facts, tensors_of(self.batch, plans))
 
     def restore(self, state: CacheState, *more: CacheState) -> None:
@@ -769,16 +753,12 @@ class PolicyCache:
         """
         if self.batch is not None:
             raise ValueError("a state is restored in an empty cache; create a new one, or reset it")
-        for each in (state, *more):
-            expect_facts(self.policy, self.layout, self.bases, each.facts)
-            expect_state(self.layout, each)
-        state = joined(self.layout, self.selector, (state, *more))
-        sequences = state.facts.sequences
+        state = checked_states(self.policy, self.layout, self.bases, (state, *more))
         plans = plans_of(self.layout, self.selector, state)
         try:
             with torch.inference_mode(False), torch.no_grad():
-                self.batch = batch = self._allocate(sequences)
-                fill(batch, state)
+                self.batch = self._allocate(state.facts.sequences)
+                fill(self.batch, state)
                 if isinstance(self._keeper, KeepSelected) and plans is not None:
                     self._keeper.restore(plans, self.device)
         except BaseException:
@@ -793,11 +773,7 @@ class PolicyCache:
             ValueError: the pool is shared with other caches.
         """
         self._expect_no_pass()
-        if self._pool is not None:
-            raise ValueError(
-                "a cache over a shared pool cannot be copied; prefill the prompt again, or use "
-                "select() to repeat its sequences"
-            )
+        checks.check_copied(over_shared=self._pool is not None)
         made = copy(self)
         made._followers = ()
         shared = [self.policy, self.shape, self.layout, self.bases]

@@ -74,6 +74,19 @@ def check_basis(policy: KVPolicy, shape: CacheShape) -> None:
         )
 
 
+def check_copied(*, over_shared: bool) -> None:
+    """Raise if a cache cannot be copied.
+
+    Raises:
+        ValueError: its pool is shared with other caches.
+    """
+    if over_shared:
+        raise ValueError(
+            "a cache over a shared pool cannot be copied; prefill the prompt again, or use "
+            "select() to repeat its sequences"
+        )
+
+
 def check_merge(policy: KVPolicy, shape: CacheShape, formats: Sequence[TokenFormat]) -> None:
     """Raise if a policy merges tokens whose vectors cannot be changed one by one.
 

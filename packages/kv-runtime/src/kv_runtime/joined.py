@@ -12,12 +12,13 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from kv_policy import CompleteSelector
+from kv_policy import CompleteSelector, KVPolicy, complete
 from kv_policy.optional import Thresholding
+from kv_runtime.bases import Bases
 from kv_runtime.layout import Layout
 from kv_runtime.retain.budgets import resolved
 from kv_runtime.retain.plans import Plans, TurnCounts
-from kv_runtime.saved import CacheFacts, CacheState, plans_of
+from kv_runtime.saved import CacheFacts, CacheState, expect_facts, expect_state, plans_of
 
 
 def expect_joinable(layout: Layout, selector: CompleteSelector | None) -> None:
@@ -46,6 +47,28 @@ def _refused(reason: str) -> str:
         "a raw window, alone or beside a selector that scores tokens once, such as "
         "gate:file=F,keep=25%+k8v4, or compress the documents as one text"
     )
+
+
+def checked_states(
+    policy: KVPolicy, layout: Layout, bases: Bases | None, states: Sequence[CacheState]
+) -> CacheState:
+    """Return the state of a cache that holds the tokens of several, which may be untrusted.
+
+    Args:
+        policy: of the cache.
+        layout: of the cache.
+        bases: of the cache.
+        states: as for `joined`.
+
+    Raises:
+        ValueError: a state is of another policy, shape or basis, or as for `joined`.
+        DamagedStateError: a state contradicts itself.
+    """
+    for each in states:
+        expect_facts(policy, layout, bases, each.facts)
+        expect_state(layout, each)
+    selector = None if policy.selector is None else complete(policy.selector)
+    return joined(layout, selector, states)
 
 
 def joined(

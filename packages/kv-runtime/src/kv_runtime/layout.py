@@ -7,7 +7,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from kv_paging import PagePool, PerHeadRankTiers, Tiers, fit
-from kv_policy import CacheShape, KVPolicy, PageLayout, Raw, tier_formats
+from kv_policy import CacheShape, KVPolicy, PageLayout, Raw, complete, tier_formats
 from kv_runtime.bases import Bases
 from kv_runtime.window.base import RingBuffer, Window
 from kv_runtime.window.dense import RawWindow
@@ -62,6 +62,20 @@ class Layout:
     def tokens_of(self, pages: int) -> int:
         """Estimate the first-tier tokens in `pages` pages, averaged over layers and heads."""
         return pages * int(self.page_tokens[0].sum()) // self.page_tokens[0].numel()
+
+    def attends_rows(self, policy: KVPolicy, shape: CacheShape, bases: Bases | None) -> bool:
+        """Whether a backend may decode on an engine's rows, whose heads are those that are stored.
+
+        A selector that scores tokens once reads vectors that are not projected, and a step that
+        reads some pages selects them first.
+        """
+        if policy.reading is not None:
+            return False
+        if bases is None:
+            return not shape.value_in_key
+        once = policy.selector is not None and complete(policy.selector).scores_once
+        singly = self.shape.kv_heads == shape.kv_heads and len(self.shapes) == 1
+        return singly and not once and not bases.folded
 
     def expect_same(self, other: "Layout") -> None:
         """Raise if another layout differs.

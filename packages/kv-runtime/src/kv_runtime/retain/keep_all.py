@@ -80,6 +80,10 @@ class KeepAll:
     def branch(self, sequence: int, other: object) -> None:
         """Do nothing: there is no state per sequence."""
 
+    def plans(self) -> None:
+        """Return the state of plans: there is none."""
+        return
+
     def select(self, source: Int[Tensor, " B2"]) -> None:
         """Do nothing: there is no state per sequence."""
 
