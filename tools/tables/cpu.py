@@ -214,8 +214,26 @@ def gate_score(result: Row, said: Said) -> Iterator[str]:
     yield scorings(result["rows"])
 
 
+def quest_speed(result: Row, said: Said) -> Iterator[str]:
+    """Yield the figures, and the speedups by size, page and share of the pages read."""
+    yield markdown.figures(result, said)
+    shares = [name for name in dict.fromkeys(row["variant"] for row in result["rows"])]
+    shares = [name for name in shares if name.startswith("quest_")]
+    found = {
+        (row["threads"], row["sequences"], row["tokens"], row["page"], row["variant"]): row
+        for row in result["rows"]
+    }
+    lines = (
+        (*(f"{x:,}" for x in size), *(f"{found[*size, name]['over_full']:.2f}" for name in shares))
+        for size in sorted({key[:4] for key in found})
+    )
+    read = (f"{name.removeprefix('quest_')} % read" for name in shares)
+    yield table(("threads", "batch", "tokens", "page", *read), lines)
+
+
 WRITERS: Final = {
     "cpu_decode": cpu_decode,
+    "quest_speed": quest_speed,
     "cpu_decode_amx": cpu_decode,
     "cpu_end_to_end": cpu_end_to_end,
     "cpu_isa": only_figures,

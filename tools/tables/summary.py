@@ -104,6 +104,7 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "Native code on CPUs": (
         *("cpu_decode", "cpu_decode_amx", "cpu_prefill", "cpu_scores", "cpu_store", "cpu_isa"),
+        "quest_speed",
     ),
     "Models and GPUs": ("models", "gpu_static", "triton_compile"),
 }
