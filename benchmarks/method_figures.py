@@ -1,9 +1,9 @@
 """What each method does to one text of 1,024 tokens on SmolLM2: what the figure of its page shows.
 
-Rows of kind `kept` say where the tokens lie that a selector keeps after the prompt; of kind `basis`
-the singular values of heads and the dimensions they keep; of kind `channels` which channels; and of
-kind `format` what codes of so many bits lose of the text's own keys and values. `python -m
-tools.figures` draws them.
+Rows of kind `kept` say where the tokens lie that a selector keeps after the prompt, or that `quest`
+reads for the last query; of kind `basis` the singular values of heads and the dimensions they keep;
+of kind `channels` which channels; and of kind `format` what codes of so many bits lose of the
+text's own keys and values. `python -m tools.figures` draws them.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from _zack import statistics
 from rich.console import Console
 from torch import Tensor
 
+from kv_attention import select_pages
 from kv_eval.evaluate.shared import read_prompt
 from kv_eval.tasks import default_text
 from kv_policy import CacheShape, Codec, LayerBasis, parse, tier_formats
@@ -61,6 +62,7 @@ BUDGET = (
 )
 LAG = "lagkv:budget=256,lag=32"  # in chunks of 128, both ends alone would take 259
 GATE = "gate:file=smollm2-135m,budget=256"
+READING = "quest:budget=25%"
 TWICE = ("kvzip:budget=256",)  # these read the text a second time, so each reads it alone
 # FILE: the scores of heads. Windows are shorter than by default, for a text of 1,024 tokens.
 ROLES = (
@@ -133,14 +135,38 @@ def selected(spec: str, cache: CompressedCache, length: int) -> Row:
     if batch.held_window is not None:
         raw = batch.held_window.position[0].long()
         there[..., torch.where(raw < 0, length, raw)] = True
-    there = there[..., :length]
+    leankv = spec.startswith("leankv")
+    counted = "tokens raw or in k8v4" if leankv else "tokens that stay"
+    return placed(spec, counted, there[..., :length])
+
+
+def read(spec: str, cache: CompressedCache, queries: Sequence[Tensor]) -> Row:
+    """Count the tokens in the pages that a query of each layer reads, by place."""
+    batch, reading = cache.runtime.batch, cache.policy.reading
+    assert batch is not None
+    assert reading is not None
+    found = []
+    for layer, query in enumerate(queries):
+        ((pages, *_), _), bounds = batch.views(layer), batch.page_bounds(layer)
+        assert bounds is not None
+        whole = layer < reading.whole_layers
+        some = pages if whole else select_pages(query, pages, bounds, reading)
+        size = pages.layout.tokens
+        every, mine = (x.table[0, :, : int(x.length.max()) // size] for x in (pages, some))
+        there = (every[..., None] == mine[:, None]).any(-1)
+        found.append(there.repeat_interleave(size, -1))
+    return placed(spec, "tokens that the last query reads", torch.stack(found))
+
+
+def placed(spec: str, counted: str, there: Tensor) -> Row:
+    """Return the row of the tokens that are marked, by layer, KV head and position."""
+    length = there.shape[-1]
     binned = there.unflatten(2, (-1, BIN)).sum((1, 3))
-    name = spec.partition(":")[0]
     return {
         "kind": "kept",
-        "method": name,
+        "method": spec.partition(":")[0],
         "policy": spec.replace("file=FILE,", ""),
-        "counted": "tokens raw or in k8v4" if name == "leankv" else "tokens that stay",
+        "counted": counted,
         "tokens": length,
         "bin": BIN,
         "kept": [_text(layer) for layer in binned],
@@ -281,6 +307,11 @@ def everything(loaded: LoadedModel, tokens: int, folder: Path) -> Iterator[Row]:
             input_ids=prompt, **passing(loaded.model.base_model, collecting), use_cache=True
         )
         weights = list(output_projections(loaded.model, shape))
+        pages = CompressedCache(loaded.model, READING)
+        read_prompt(loaded.model, [pages], prompt)
+        # A step, in which pages get their bounds.
+        loaded.model(prompt[:, -1:], **passing(loaded.model, pages), use_cache=True)
+        yield read(READING, pages, [query[..., -1, :] for query in seen.query])
         for name in BASES:
             more = f",together={TOGETHER}" if name == "palu" else ""
             yield based(name, f"{name}:file=FILE,rate=0.25{more}", file, seen, weights)
