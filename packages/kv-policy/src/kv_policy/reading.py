@@ -21,7 +21,7 @@ class PageReading:
         budget: stored tokens per KV head, in whole pages, or a percentage of its pages.
         first: pages with one of the first `first` stored tokens are always read.
         last: the same of the last ones. The page that new tokens are appended to is always read.
-        whole_layers: so many of the first layers read all pages.
+        whole_layers: number of first layers that read all pages.
     """
 
     budget: Budget

@@ -17,6 +17,13 @@ Start = Callable[..., AbstractContextManager["LLM"]]
 Greedy = Callable[["LLM", Sequence[Sequence[int]], int], list[list[int]]]
 # An answer ends inside a block: one that ends where a block does may leave it uncached.
 COUNT, MORE, DRAFTS = 30, 20, 3
+# One prompt waits, so that a step mixes its prefill with verification. Drafts would change where
+# prompts are cut, and so the answers, if prompts did not fit into a step.
+OPTIONS: dict[str, Any] = {
+    **{"kv_cache_memory_bytes": 1 << 21, "max_model_len": 512, "dtype": "float32"},
+    **{"skip_tokenizer_init": True, "disable_log_stats": False, "block_size": 32},
+    **{"max_num_batched_tokens": 1024, "max_num_seqs": 3},
+}
 Answers = tuple[list[list[int]], list[list[int]]]
 NGRAM = {
     "method": "ngram",
@@ -28,11 +35,7 @@ NGRAM = {
 
 @pytest.fixture(scope="module")
 def start_tiny(start: Start, weights: str) -> Start:
-    small = {"kv_cache_memory_bytes": 1 << 21, "max_model_len": 512, "dtype": "float32"}
-    more = {"skip_tokenizer_init": True, "disable_log_stats": False, "block_size": 32}
-    # One prompt waits, so that a step mixes its prefill with verification. Drafts would change
-    # where prompts are cut, and so the answers, if prompts did not fit into a step.
-    return partial(start, weights, max_num_batched_tokens=1024, max_num_seqs=3, **small, **more)
+    return partial(start, weights, **OPTIONS)
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +77,12 @@ def counted(engine: "LLM") -> tuple[int, int]:
     return drafted, accepted
 
 
+def compared(engine: "LLM", told: Callable[["LLM"], Answers], expected: Answers) -> tuple[int, int]:
+    """Compare an engine's answers with those without drafts; return the drafts, as `counted`."""
+    assert told(engine) == expected
+    return counted(engine)
+
+
 SLOW = ("hadamard+k4v4", "k8v4", "raw")
 COARSE = "k4v2"  # with which an answer changes soonest if drafts attend to what is not stored
 POLICIES = [COARSE, *(pytest.param(policy, marks=pytest.mark.slow) for policy in SLOW)]
@@ -88,8 +97,7 @@ def test_tokens_drafted_from_the_prompt_change_nothing(
 ) -> None:
     expected = without(policy)
     with start_tiny(policy, speculative_config=NGRAM) as engine:
-        assert told(engine) == expected
-        drafted, accepted = counted(engine)
+        drafted, accepted = compared(engine, told, expected)
     assert 0 < accepted < drafted
 
 
@@ -111,8 +119,7 @@ def test_a_draft_model_changes_nothing(
     given = {"method": "draft_model", "model": model, "num_speculative_tokens": 2}
     expected = without(COARSE)
     with start_tiny(COARSE, speculative_config=given) as engine:
-        assert told(engine) == expected
-        drafted, accepted = counted(engine)
+        drafted, accepted = compared(engine, told, expected)
     if layers == 1:
         assert 0 < accepted < drafted / 2
     else:
@@ -145,8 +152,7 @@ def test_an_eagle_head_changes_nothing(
     given |= {"disable_eagle_block_drop": True}  # as what is read again would change answers
     expected = without(COARSE)
     with start_tiny(COARSE, speculative_config=given) as engine:
-        assert told(engine) == expected
-        drafted, accepted = counted(engine)
+        drafted, accepted = compared(engine, told, expected)
     assert 0 < accepted < drafted
 
 
@@ -156,13 +162,10 @@ def test_heads_for_further_tokens_change_nothing(
 ) -> None:
     """A layer of the model itself (MTP) drafts, beside layers of experts."""
     write_next_token_heads(tmp_path)
-    small = {"kv_cache_memory_bytes": 1 << 21, "max_model_len": 512, "dtype": "float32"}
-    more = {"skip_tokenizer_init": True, "disable_log_stats": False, "block_size": 32}
-    made = partial(start, str(tmp_path), max_num_batched_tokens=1024, max_num_seqs=3)
-    with made(COARSE, **small, **more) as engine:
+    made = partial(start, str(tmp_path), **OPTIONS)
+    with made(COARSE) as engine:
         expected = told(engine)
     given = {"method": "mtp", "num_speculative_tokens": 1, "disable_eagle_block_drop": True}
-    with made(COARSE, speculative_config=given, **small, **more) as engine:
-        assert told(engine) == expected
-        drafted, accepted = counted(engine)
+    with made(COARSE, speculative_config=given) as engine:
+        drafted, accepted = compared(engine, told, expected)
     assert 0 < accepted < drafted

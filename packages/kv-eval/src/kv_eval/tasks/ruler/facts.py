@@ -97,7 +97,7 @@ def _text(
     """Number the documents of `count` other facts in a random order, with the wanted ones put in.
 
     Args:
-        wanted: the documents of the fact that is asked for.
+        wanted: the documents with the fact that the question is about.
         places: their depths, from 0 to 1.
         others: the documents of each other fact.
         order: seed of the order.

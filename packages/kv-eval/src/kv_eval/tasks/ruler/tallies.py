@@ -13,7 +13,7 @@ ASKED: Final = 3
 EXPONENT: Final = 2.0
 ZETA: Final = math.pi**2 / 6  # of the exponent
 LETTERS: Final = 6
-LEAST: Final = 80  # words from which on the frequencies of the ranks that are asked for differ
+LEAST: Final = 80  # words; with fewer, two of the queried ranks may be equally frequent
 NOISE: Final = "..."  # the most frequent of all, which is no word
 INTRO: Final = (
     "Below is a text of coded words. Some stand in it far more often than the others. The dots"
