@@ -157,12 +157,15 @@ def test_draws_of_cam_are_as_often_as_their_probability() -> None:
     length = 4000
     position = torch.arange(length).expand(1, 3, length)
     kept = position % 2 == 1
+    one = merging(1, (9,), 0.5, first=True)
     view = replace(
-        merging(1, (9, 9), 0.5, first=True),
-        layer=torch.zeros(1, dtype=torch.long),
+        one,
         position=position,
         kept=kept,
         score=torch.where(kept, 1.0, 0.3),
+        length=torch.tensor([length]),
+        keys=torch.zeros(1, 3, length, one.keys.shape[-1]),
+        values=torch.zeros(1, 3, length, one.values.shape[-1]),
     )
     drawn = []
     for seed in range(3):

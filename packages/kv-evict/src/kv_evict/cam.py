@@ -8,13 +8,13 @@ from jaxtyping import Float
 from msgspec import Meta
 from torch import Tensor
 
-from kv_evict.heavy_hitters import HeavyHitters
+from kv_evict.heavy_hitters import ReplannedHeavyHitters
 from kv_evict.nearest import first_kept
 from kv_policy import Merge, MergeView
 
 
 @dataclass(frozen=True)
-class CaM(HeavyHitters):
+class CaM(ReplannedHeavyHitters):
     """Keep H2O's tokens, and add values of dropped tokens to those of the next kept ones.
 
     A dropped token's value is added to the next `targets` kept tokens by position, divided by

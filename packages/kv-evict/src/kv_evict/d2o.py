@@ -8,13 +8,13 @@ from jaxtyping import Bool, Float, Int
 from msgspec import Meta
 from torch import Tensor
 
-from kv_evict.heavy_hitters import HeavyHitters
+from kv_evict.heavy_hitters import ReplannedHeavyHitters
 from kv_evict.nearest import nearest
 from kv_policy import Merge, MergeView
 
 
 @dataclass(frozen=True)
-class D2O(HeavyHitters):
+class D2O(ReplannedHeavyHitters):
     """Keep H2O's tokens, and merge a dropped token into the kept one with the nearest key.
 
     The nearest key has the largest cosine u. A token is merged if u reaches its head's threshold:

@@ -1,17 +1,14 @@
 """H2O: the tokens with the most accumulated attention, and the newest tokens."""
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar
 
-from jaxtyping import Float
-from msgspec import Meta
-from torch import Tensor
-
-from kv_policy import Evictor, LayerView, Observe, RunningSum
+from kv_evict.heavy_hitters import HeavyHitters
+from kv_policy import Observe, RunningSum
 
 
 @dataclass(frozen=True)
-class H2O(Evictor):
+class H2O(HeavyHitters):
     """Keep heavy hitters, and as `recent` of the budget the newest tokens, at every step.
 
     A token's score is the attention it receives from all queries, its own included, summed over the
@@ -27,20 +24,7 @@ class H2O(Evictor):
     decode = "step"  # each generated token evicts another once the budget is full
     running = RunningSum()  # the sum that `score` updates
 
-    recent: Annotated[
-        float, Meta(ge=0, le=1, description="share of the budget for the newest tokens")
-    ] = 0.5
-    group: Annotated[
-        Literal["mean", "sum", "max"],
-        Meta(description="reduction over the query heads of a KV head"),
-    ] = "mean"
-
     @property
     def observe(self) -> Observe:
         """Every query, of the prompt and generated."""
         return Observe(last=None, group=self.group, generated=True)
-
-    def score(self, view: LayerView) -> Float[Tensor, "B H L"]:
-        """Accumulate the attention a token receives."""
-        assert view.mass is not None  # it is observed
-        return view.score + view.mass

@@ -1,4 +1,4 @@
-"""Base of methods that merge: H2O's tokens, planned after prompts and again while generating."""
+"""Bases of methods that keep the tokens with the most accumulated attention, as H2O."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -12,9 +12,9 @@ from kv_policy import Evictor, LayerView, Observe, Replan, RunningSum
 
 @dataclass(frozen=True)
 class HeavyHitters(Evictor):
-    """Keep H2O's tokens; `every` generated tokens, sequences are planned to the budget again.
+    """Score a token by the attention that it receives from all observed queries.
 
-    Tokens are merged when a plan drops them, so no decode step drops any.
+    Of the budget, `recent` is for the newest tokens.
     """
 
     recent: Annotated[
@@ -24,6 +24,20 @@ class HeavyHitters(Evictor):
         Literal["mean", "sum", "max"],
         Meta(description="reduction over the query heads of a KV head"),
     ] = "mean"
+
+    def score(self, view: LayerView) -> Float[Tensor, "B H L"]:
+        """Accumulate the attention that a token receives."""
+        assert view.mass is not None  # it is observed
+        return view.score + view.mass
+
+
+@dataclass(frozen=True)
+class ReplannedHeavyHitters(HeavyHitters):
+    """Keep H2O's tokens; `every` generated tokens, sequences are planned to the budget again.
+
+    Methods that merge do so when a plan drops tokens, so no decode step drops any.
+    """
+
     every: Annotated[int, Meta(ge=0, description="generated tokens between plans; 0: none")] = 128
 
     @property
@@ -42,5 +56,5 @@ class HeavyHitters(Evictor):
         return RunningSum() if self.replan.generating else None
 
     def score(self, view: LayerView) -> Float[Tensor, "B H L"]:
-        """Accumulate the attention a token receives; nothing if no query is observed."""
-        return view.score if view.mass is None else view.score + view.mass
+        """Accumulate the attention that a token receives, if queries are observed."""
+        return view.score if view.mass is None else super().score(view)

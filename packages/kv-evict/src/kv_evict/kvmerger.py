@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from kv_evict.d2o import averaged
-from kv_evict.heavy_hitters import HeavyHitters
+from kv_evict.heavy_hitters import ReplannedHeavyHitters
 from kv_policy import LayerView, Merge, MergeView
 
 
 @dataclass(frozen=True)
-class KVMerger(HeavyHitters):
+class KVMerger(ReplannedHeavyHitters):
     """Drop the members of runs of similar keys first, and merge them into the run's pivot.
 
     A run are neighbouring tokens, each with a key whose cosine with the one before is at least

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kv_eval.tasks.prompt import PromptFrame, fit
-from kv_eval.tasks.sample import Sample, Setting, TaskError, TaskName
+from kv_eval.tasks.sample import Match, Sample, Setting, TaskError, TaskName
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -71,12 +71,7 @@ def _sample(
     def cost(count: int) -> int:
         return sum(map(len, encode(count)))
 
-    count = fit(cost, length, puzzle.available)
-    if count < 0:
-        raise TaskError(
-            f"length={length}: {task} needs {cost(0)} tokens for its wording alone with this"
-            " tokenizer; use a greater length"
-        )
+    count = fitting(task, cost, length, puzzle)
     prompt, rest = encode(count)
     total = len(prompt) + len(rest)
     if count == puzzle.available and total < length - SLACK:
@@ -84,14 +79,42 @@ def _sample(
             f"the text {puzzle.source} is enough for a prompt of {total} tokens, fewer than"
             f" length={length}; use a longer text"
         )
+    return sample_of(task, puzzle, prompt, rest, setting)
+
+
+def fitting(task: TaskName, cost: Callable[[int], int], length: int, puzzle: Puzzle) -> int:
+    """Return how many words of a body fit, where `cost` gives the tokens of so many.
+
+    Raises:
+        TaskError: the length is too small for the wording.
+    """
+    count = fit(cost, length, puzzle.available)
+    if count < 0:
+        raise TaskError(
+            f"length={length}: {task} needs {cost(0)} tokens for its wording alone with this"
+            " tokenizer; use a greater length"
+        )
+    return count
+
+
+def sample_of(
+    task: TaskName,
+    puzzle: Puzzle,
+    prompt: Sequence[int],
+    question: Sequence[int],
+    setting: Setting,
+    match: Match = "words",
+) -> Sample:
+    """Return the sample of a puzzle; all but the last of a question inside is of the prompt."""
     if setting == "aware":
-        prompt, rest = [*prompt, *rest[:-1]], rest[-1:]
+        prompt, question = [*prompt, *question[:-1]], question[-1:]
     return Sample(
         task=task,
         setting=setting,
         prompt_ids=tuple(prompt),
-        question_ids=tuple(rest),
+        question_ids=tuple(question),
         answers=puzzle.answers,
+        match=match,
         depth=puzzle.depth,
         new_tokens=puzzle.new_tokens,
     )

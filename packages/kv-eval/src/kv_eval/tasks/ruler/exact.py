@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kv_eval.tasks.hidden import NOISE
-from kv_eval.tasks.prompt import PromptFrame, fit
-from kv_eval.tasks.puzzle import SLACK, Puzzle
+from kv_eval.tasks.prompt import PromptFrame
+from kv_eval.tasks.puzzle import SLACK, Puzzle, fitting, sample_of
 from kv_eval.tasks.sample import Match, RulerName, Sample, Setting, TaskError
 
 if TYPE_CHECKING:
@@ -46,20 +46,7 @@ def exact(
     for puzzle, question in zip(puzzles, questions, strict=True):
         prompt = _filled(task, frame, puzzle, length, longest)
         rest = [line_break] * (longest - len(question)) + question
-        if setting == "aware":
-            prompt, rest = [*prompt, *rest[:-1]], rest[-1:]
-        samples.append(
-            Sample(
-                task=task,
-                setting=setting,
-                prompt_ids=tuple(prompt),
-                question_ids=tuple(rest),
-                answers=puzzle.answers,
-                match=match,
-                depth=puzzle.depth,
-                new_tokens=puzzle.new_tokens,
-            )
-        )
+        samples.append(sample_of(task, puzzle, prompt, rest, setting, match))
     return tuple(samples)
 
 
@@ -74,12 +61,7 @@ def _filled(
     def cost(count: int) -> int:
         return sum(map(len, encode(count))) + question
 
-    count = fit(cost, length, puzzle.available)
-    if count < 0:
-        raise TaskError(
-            f"length={length}: {task} needs {cost(0)} tokens for its wording alone with this"
-            " tokenizer; use a greater length"
-        )
+    count = fitting(task, cost, length, puzzle)
     start, body = encode(count)
     left = length - question - len(start) - len(body)
     if count == puzzle.available and left >= SLACK:
