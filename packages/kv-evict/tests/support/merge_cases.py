@@ -21,7 +21,7 @@ VIEWS: Final = {
 }
 
 
-def merging(seed: int, lengths: tuple[int, int], keep: float, *, first: bool) -> MergeView:
+def merging(seed: int, lengths: tuple[int, ...], keep: float, *, first: bool) -> MergeView:
     """Return a view whose keys come in runs that are alike; scores of empty slots are NaN."""
     draw = torch.Generator().manual_seed(seed)
     stored = tuple(n // 2 for n in lengths)
@@ -38,7 +38,7 @@ def merging(seed: int, lengths: tuple[int, int], keep: float, *, first: bool) ->
     keys = keys + 0.3 * random(SHAPE.key_dim)
     threshold = torch.zeros(position.shape[:2], dtype=torch.float64)
     return MergeView(
-        layer=torch.full((2,), 3),
+        layer=torch.full((len(lengths),), 3),
         shape=SHAPE,
         position=position,
         kept=kept,
