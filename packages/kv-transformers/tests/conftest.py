@@ -18,19 +18,8 @@ from transformers import (
 
 from kv_transformers import CompressedCache
 from native import need
+from small_sizes import SIZES
 
-SIZES = {
-    "vocab_size": 101,
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-}
 CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SIZES),
     "mistral": MistralConfig(**SIZES, sliding_window=None),

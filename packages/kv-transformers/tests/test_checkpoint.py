@@ -38,19 +38,8 @@ from kv_transformers.models.folder import fingerprint
 from kv_transformers.models.mark import MARK, mark_of
 from kv_transformers.support import UnsupportedModelError
 from noise_statistics import write_statistics
+from small_sizes import SIZES
 
-SIZES = {
-    "vocab_size": 101,
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-}
 HEADS = SIZES | {"num_attention_heads": 4, "head_dim": 12}
 OPT = OPTConfig(
     vocab_size=101,

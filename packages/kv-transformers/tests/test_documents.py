@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
-    Gemma3TextConfig,
     PreTrainedModel,
 )
 from transformers.cache_utils import DynamicSlidingWindowLayer
@@ -27,6 +26,7 @@ from kv_transformers import CompressedCache, document
 from kv_transformers.cache_argument import passing
 from kv_transformers.own_states import own_tensors
 from latent_models import EXPERTS, SIZES, drawn
+from small_sizes import windowed
 
 MASK = left(31, 7, 19)
 IDS = torch.randint(3, 101, MASK.shape, generator=torch.Generator().manual_seed(4)) * MASK
@@ -174,19 +174,7 @@ def test_latents_are_saved_as_other_tokens(tmp_path) -> None:
 
 @torch.no_grad()
 def test_a_window_that_is_damaged_is_refused(tmp_path) -> None:
-    config = Gemma3TextConfig(
-        vocab_size=101,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        sliding_window=8,
-        layer_types=["sliding_attention", "full_attention"],
-    )
-    model = drawn(config)
-    model.save_pretrained(tmp_path / "model")
+    drawn(windowed()).save_pretrained(tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
     cache, path = CompressedCache(model, "raw"), tmp_path / "book.kv"
     model(IDS[:1], **passing(model, cache))

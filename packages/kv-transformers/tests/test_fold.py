@@ -24,6 +24,7 @@ from kv_transformers.fold import Fold, folded_by
 from kv_transformers.folded import FoldedLinear
 from kv_transformers.support import UnsupportedModelError
 from rotated import Wide
+from small_sizes import SIZES
 from tiered_policies import Turned
 
 FULL = Turned("8", "8")
@@ -275,18 +276,7 @@ def between(config):
 
 @pytest.mark.parametrize("basis", [Wide(), RAGGED], ids=["full rank", "ragged"])
 def test_what_stands_between_projections_is_noticed(basis) -> None:
-    sizes = {
-        "vocab_size": 101,
-        "hidden_size": 48,
-        "intermediate_size": 64,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    clipped, normed = between(OlmoConfig(**sizes, clip_qkv=0.05)), between(BitNetConfig(**sizes))
+    clipped, normed = between(OlmoConfig(**SIZES, clip_qkv=0.05)), between(BitNetConfig(**SIZES))
     ids = torch.randint(3, 101, (1, 19))
     for model, sentence in (
         (clipped, "clips values to 0.05"),

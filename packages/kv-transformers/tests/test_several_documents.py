@@ -6,7 +6,7 @@ import pytest
 import torch
 import typer
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, Gemma3TextConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from typer.testing import CliRunner
 
 import tiny_model
@@ -16,6 +16,7 @@ from kv_transformers.cache_argument import passing
 from kv_transformers.cli.compress import compress
 from kv_transformers.cli.generate import generate
 from latent_models import drawn
+from small_sizes import windowed
 
 FIRST = torch.randint(3, 101, (2, 23), generator=torch.Generator().manual_seed(1))
 SECOND = torch.randint(3, 101, (2, 14), generator=torch.Generator().manual_seed(2))
@@ -112,18 +113,7 @@ def test_what_cannot_follow_is_refused(model, tmp_path) -> None:
 
 
 def test_layers_with_windows_of_their_own_are_refused(tmp_path) -> None:
-    config = Gemma3TextConfig(
-        vocab_size=101,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        sliding_window=8,
-        layer_types=["sliding_attention", "full_attention"],
-    )
-    drawn(config).save_pretrained(tmp_path / "model")
+    drawn(windowed()).save_pretrained(tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
     with pytest.raises(ValueError, match="cannot follow each other in this model: layers that"):
         CompressedCache.load(model, both(model, tmp_path, "k8v4"))

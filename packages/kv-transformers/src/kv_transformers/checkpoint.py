@@ -8,7 +8,6 @@ cache then stores the first dimensions of a value as they are.
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -24,7 +23,7 @@ from kv_policy.files import write_whole
 from kv_runtime import check_basis
 from kv_transformers.fitted import expect_fitted
 from kv_transformers.models.convert import MANIFEST
-from kv_transformers.models.folder import fingerprint, read_config, weight_files
+from kv_transformers.models.folder import fingerprint, read_config, weight_files, written
 from kv_transformers.models.load import load_weights, model_folder
 from kv_transformers.models.mark import MARK, FoldMark
 from kv_transformers.models.source import ModelError, Progress
@@ -76,15 +75,11 @@ def write_folded(
     changes = _changes(folder, name or folder.name, policy, basis, say)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(".partial", f".{out.name[:32]}.", out.parent))
-        try:
+        with written(out, out.name[:32]) as partial:
             mark = _write(folder, partial, basis.value_fingerprint, source, changes, say)
             umask = os.umask(0)
             os.umask(umask)
             partial.chmod(0o777 & ~umask)
-            os.replace(partial, out)  # over an empty folder, or none
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) else None
         raise ModelError(

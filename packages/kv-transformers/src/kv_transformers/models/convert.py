@@ -4,7 +4,6 @@ import hashlib
 import os
 import re
 import shutil
-import tempfile
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import msgspec
 from safetensors import SafetensorError
 
 from kv_policy.decoding import decode
-from kv_transformers.models.folder import plain
+from kv_transformers.models.folder import plain, written
 from kv_transformers.models.quiet import muted, quiet
 from kv_transformers.models.source import ModelError, Progress, Source
 
@@ -89,15 +88,11 @@ def converted_folder(source: Source, progress: Progress) -> Path:
             for leftover in folder.parent.glob(f".{key}.*.partial"):
                 shutil.rmtree(leftover, ignore_errors=True)
             _check_gguf(source, sha256)
-            partial = Path(tempfile.mkdtemp(".partial", f".{key}.", folder.parent))
-            try:
+            with written(folder, key) as partial:
                 _convert(source, partial, progress)
                 _write_manifest(source, sha256, partial)
                 if folder.exists():
                     shutil.rmtree(folder)
-                os.replace(partial, folder)
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) else None
         raise ModelError(

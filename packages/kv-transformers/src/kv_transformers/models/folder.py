@@ -2,6 +2,11 @@
 
 import hashlib
 import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +16,27 @@ from kv_transformers.models.source import ModelError
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _SAMPLE = 1 << 20  # bytes read at each end of a weight file
+
+
+@contextmanager
+def written(path: Path, prefix: str) -> Iterator[Path]:
+    """Let a folder be filled beside `path`, and rename it to that at the end.
+
+    An interrupted one is deleted; what a killed process leaves is named `.PREFIX.*.partial`.
+
+    Args:
+        path: an empty folder, or nothing, when the block ends.
+        prefix: of the name of the folder that is filled.
+
+    Raises:
+        OSError: writing failed.
+    """
+    partial = Path(tempfile.mkdtemp(".partial", f".{prefix}.", path.parent))
+    try:
+        yield partial
+        os.replace(partial, path)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
