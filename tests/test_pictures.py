@@ -12,8 +12,8 @@ from tools.methods import FOLDER
 
 MOST_BYTES = 60_000
 PICTURE = re.compile(r"^!\[([^\]]+)\]\(\.\./images/methods/([\w-]+)\.svg\)$", re.MULTILINE)
-PAGES = sorted(path for path in FOLDER.glob("*.md") if path.stem not in ("index", "quest"))
-DRAWN = pictures()  # of what is kept: quest keeps every token
+PAGES = sorted(path for path in FOLDER.glob("*.md") if path.stem != "index")
+DRAWN = pictures()
 
 each_picture = pytest.mark.parametrize("path", DRAWN, ids=lambda path: path.stem)
 each_method = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
