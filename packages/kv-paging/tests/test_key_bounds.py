@@ -102,6 +102,15 @@ class World:
         assert store.bounds.count.tolist() == full.tolist()
         self.check()
 
+    def rewrite(self) -> None:
+        """Merge something into every third token, as a selector may, so that its key is longer."""
+        store = self.tiers.stores[0]
+        rows = store.table_rows()
+        slot = torch.arange(store.longest).expand(len(rows), -1)
+        some = (slot < store.length.flatten()[:, None]) & (slot % 3 == 1)
+        many = int(some.sum())
+        store.rewrite(rows, some, 5 * torch.randn(many, 4), torch.randn(many, 2))
+
     def check(self) -> None:
         """Compare each bound with the keys of its page, and how near it is to them."""
         store = self.tiers.stores[0]
@@ -119,7 +128,7 @@ class World:
 
 OPERATIONS: tuple[Callable[[World], None], ...] = (
     World.append, World.grow, World.evict_one, World.compact, World.remove, World.replace,
-    World.select, World.truncate, World.clear, World.trim, World.join,
+    World.select, World.truncate, World.clear, World.trim, World.join, World.rewrite,
 )  # fmt: skip
 
 

@@ -390,12 +390,12 @@ class HeadPages:
     def _join(self, other: "HeadPages") -> None:
         """Append the other's sequences in every layer; the other has none afterwards."""
         longest = max(self.longest, other.longest)
-        self._forget_bounds()
         if not self._table.reverse:  # the right side is joined with the left
             left = (self.held_pages(), other.held_pages())
             self._table.join(other._table, len(self._length), left if self._facing else None)
         self._length = torch.cat((self._length, other._length), 1)
         self._longest = longest
+        self._forget_bounds()
         self._note_change()
         other._empty()
 
@@ -425,10 +425,10 @@ class HeadPages:
         `joint` and `total` are the sums of both.
         """
         rows = self.table_rows().view(self._length.shape)[:, sequence].flatten()
-        other._forget_bounds()
         if not other._table.reverse:  # the right side is given with the left
             other._table.take(self._table, rows)
         other._length = self._length[:, sequence : sequence + 1].clone()
+        other._forget_bounds()
         if joint:
             self.pool.share(other._table.within(full, joint))
         if total:

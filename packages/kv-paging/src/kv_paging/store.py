@@ -381,6 +381,8 @@ class TokenStore(HeadPages):
         if not count:
             return
         self.own(table_rows, some)
+        if self._bounds is not None and key is not None:
+            self._bounds.forget(table_rows, some.any(1))
         row, slot = some.nonzero().unbind(1)
         write_vectors(self.pool.data, self.layout, *self._place(table_rows[row], slot), key, value)
 
