@@ -213,8 +213,8 @@ def _rewrite(file: Path, into: Path, basis: str, changes: Mapping[str, Turn]) ->
     for name in tensors.keys() & changes.keys():
         tensors[name] = changes[name](tensors[name])
     save_file(tensors, into, {"format": "pt", **given, MARK: basis})
-    with into.open("rb") as written:
-        os.fsync(written.fileno())
+    with into.open("rb") as stream:
+        os.fsync(stream.fileno())
 
 
 def _is_left_out(name: str) -> bool:
