@@ -157,6 +157,52 @@ def ruler(result: Row, said: Said) -> Iterator[str]:
     )
 
 
+LATER: Final = (
+    ("needle", "agnostic", "needle"),
+    ("needle", "aware", "needle, question inside"),
+    ("nll", "agnostic", "nats per token"),
+)
+
+
+def methods(result: Row, said: Said) -> Iterator[str]:
+    """Yield what each policy holds and its three cells, at usual settings and near a quarter."""
+    cells = result["rows"]
+    names = dict.fromkeys(cell["name"] for cell in cells)
+    for quarter in (False, True):
+        here = [name for name in names if name == "full" or name.endswith("_25") is quarter]
+        of_name = {name: [cell for cell in cells if cell["name"] == name] for name in here}
+        yield table(
+            ("policy", "bytes", *(title for *_, title in LATER)),
+            (gate_line(mine[0]["policy"], LATER, mine) for mine in of_name.values()),
+        )
+
+
+def recommend(result: Row, said: Said) -> Iterator[str]:
+    """Yield the figures, and for each budget where the search ends and what is best."""
+    yield markdown.figures(result, said)
+    yield table(
+        (
+            *("bytes, at most", "policies that fit", "found", "nats added", "best", "nats added"),
+            *("found over best", "95 %", "windows read, of all"),
+        ),
+        (
+            (
+                f"{row['budget']:.1%}",
+                f"{row['policies']}",
+                f"`{row['found']}`",
+                f"{row['loss']:+.4f}",
+                f"`{row['best']}`",
+                f"{row['best_loss']:+.4f}",
+                f"{row['gap']:+.4f}",
+                " to ".join(f"{end:+.4f}" for end in row["gap_interval"]),
+                f"{row['spent']:.3f}",
+            )
+            for row in result["rows"]
+            if row["kind"] == "budget"
+        ),
+    )
+
+
 def policy_of(row: Row) -> str:
     """Write the policy of a row."""
     return "the full cache" if row["policy"] == "full" else f"`{row['policy']}`"
@@ -180,6 +226,8 @@ def rotation(result: Row, said: Said) -> Iterator[str]:
 
 
 WRITERS: Final = {
+    "methods": methods,
+    "recommend": recommend,
     "ruler": ruler,
     "rotation": rotation,
     "rotation_errors": only_figures,

@@ -120,4 +120,27 @@ def zack_speed(result: Row, said: Said) -> Iterator[str]:
     yield table(PROJECTIONS, (projections(row) for row in of_kind(result, "projections")))
 
 
-WRITERS: Final = {"zack_quality": zack_quality, "zack_speed": zack_speed}
+def zack_folded(result: Row, said: Said) -> Iterator[str]:
+    """Yield the figures, and decode steps of both checkpoints."""
+    yield markdown.figures(result, said)
+    yield table(
+        ("host", "ranks", "checkpoint", "sequences", "step, ms", "over `raw`"),
+        (
+            (
+                "vLLM" if row["host"] == "vllm" else row["host"],
+                row["ranks"],
+                row["checkpoint"],
+                f"{row['batch']}",
+                f"{row['ms']:.1f}",
+                f"{row['over_raw']:.3f}",
+            )
+            for row in of_kind(result, "steps")
+        ),
+    )
+
+
+WRITERS: Final = {
+    "zack_folded": zack_folded,
+    "zack_quality": zack_quality,
+    "zack_speed": zack_speed,
+}
