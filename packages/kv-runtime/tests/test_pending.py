@@ -12,7 +12,6 @@ from torch import Tensor
 from kv_paging import PagePool
 from kv_policy import KVPolicy, compose, parse
 from kv_runtime import PolicyCache, RequestBatch, RequestRows, RequestStep
-from kv_runtime.pending import unlike_drafts
 from tiered_policies import SHAPE, Exact, Turned
 
 SCALE, CHUNK, LONGEST = 0.4, 7, 48
@@ -110,9 +109,7 @@ class Engine:
         assert not self.told
         for name, right in rights.items():
             self.computed[name] += right
-        return {
-            name: whole[:, start[i] : start[i] + rights[name]] for i, name in enumerate(names)
-        }
+        return {name: whole[:, start[i] : start[i] + rights[name]] for i, name in enumerate(names)}
 
     def alone(self, name: str) -> Iterator[Tensor]:
         """What each token of a request sees without drafts, in a cache that it has for itself."""

@@ -37,8 +37,13 @@ def request(name: str, tokens: int, **extra: object) -> SimpleNamespace:
     )
 
 
-def step(state: "SchedulerState", new: bool = False, **turns: tuple[int, int]) -> "StepMetadata":
-    """Schedule a step from tokens before it and tokens in it, and allocate their blocks."""
+def step(
+    state: "SchedulerState", new: bool = False, drafts: int = 0, **turns: tuple[int, int]
+) -> "StepMetadata":
+    """Schedule a step from tokens before it and tokens in it, and allocate their blocks.
+
+    The last `drafts` tokens of each request are drafted.
+    """
     for name, (computed, tokens) in turns.items():
         state.manager.allocate_new_blocks(name, computed + tokens, computed + tokens)
     begun = [SimpleNamespace(req_id=n, num_computed_tokens=c) for n, (c, _) in turns.items()]
@@ -52,6 +57,7 @@ def step(state: "SchedulerState", new: bool = False, **turns: tuple[int, int]) -
             scheduled_new_reqs=begun if new else [],
             scheduled_cached_reqs=none if new else cached,
             num_scheduled_tokens={name: tokens for name, (_, tokens) in turns.items()},
+            scheduled_spec_decode_tokens={name: [-1] * drafts for name in turns if drafts},
         )
     )
 

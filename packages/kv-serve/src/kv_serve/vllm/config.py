@@ -153,7 +153,7 @@ def check_engine(config: VllmConfig, policy: KVPolicy) -> None:
     plain = is_plain(policy)
     refused = (
         *(name for name, given in wrong.items() if given),
-        refused_drafts(config, plain=plain),
+        refused_drafts(config, policy, plain=plain),
         refused_connector(config, plain=plain),
     )
     for what in (each for each in refused if each is not None):

@@ -142,6 +142,7 @@ class PagesConnector(
         kept = [x.kv_cache_spec for x in groups if not isinstance(x.kv_cache_spec, PagedSpec)]
         each = (-(-x.max_memory_usage_bytes(self._vllm_config) // x.page_size_bytes) for x in kept)
         turns = bool(self._vllm_config.additional_config.get(TURNS))
+        speculative = self._vllm_config.speculative_config
         self._ledger = SchedulerState.over(
             self._policy,
             kv_cache_manager,
@@ -149,6 +150,7 @@ class PagesConnector(
             sum(each),
             turns=turns,
             loaded=documents(self._vllm_config, self._policy),
+            drafts=0 if speculative is None else speculative.num_speculative_tokens,
         )
 
     def failed(self, told: Collection[int]) -> set[str]:

@@ -30,6 +30,7 @@ class StepMetadata(KVConnectorMetadata):
     changes: BlockChanges = field(default_factory=BlockChanges)  # of the blocks with pages
     kept: dict[str, int] = field(default_factory=dict)  # prefixes to store, by finished request
     dropped: tuple[int, ...] = ()  # prefixes to release
+    reached: dict[str, int] = field(default_factory=dict)  # tokens of requests in `kept`
 
 
 @dataclass(frozen=True, slots=True)

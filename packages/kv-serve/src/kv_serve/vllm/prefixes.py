@@ -83,6 +83,7 @@ class Prefixes:
     boundaries: dict[str, int] = field(default_factory=dict)  # that requests name
     bases: dict[str, Prefix] = field(default_factory=dict)  # that requests continue, or will
     kept: dict[str, int] = field(default_factory=dict)  # since the last step, by finished request
+    reached: dict[str, int] = field(default_factory=dict)  # tokens of these requests
     dropped: list[int] = field(default_factory=list)  # since the last step
     _by_key: dict[tuple[Origin, bytes], Prefix] = field(default_factory=dict)
     _readers: dict[bytes, str] = field(default_factory=dict)  # requests that will store a prefix
@@ -195,16 +196,16 @@ class Prefixes:
         self.trim()
         return prefix.number
 
-    def keep(self, request: "Request", budget: str, step: int, pages: int) -> None:
+    def keep(self, request: "Request", tokens: int, budget: str, step: int, pages: int) -> None:
         """Store the state of a finished request, all of whose computed tokens are known.
 
         Args:
             request: the request, whose blocks vLLM is about to free.
+            tokens: its computed tokens, without drafts that were wrong.
             budget: its budget.
             step: the number of the next step.
             pages: the most pages that it holds.
         """
-        tokens = request.num_computed_tokens
         if tokens > request.num_tokens:
             return
         key = keys_of(request, [tokens], budget)[tokens]
@@ -214,7 +215,7 @@ class Prefixes:
             return
         prefix = self._made(Origin.TURN, key, tokens, pages, step)
         prefix.ready = True  # workers need no memory for it, and store it first in a step
-        self.kept[request.request_id] = prefix.number
+        self.kept[request.request_id], self.reached[request.request_id] = prefix.number, tokens
 
     def left(self, request: str) -> list[KVCacheBlock]:
         """Let a request end or be preempted; return the blocks of prefixes that it was last in."""
@@ -282,11 +283,12 @@ class Prefixes:
                 self._drop(prefix)
         return blocks
 
-    def orders(self) -> tuple[dict[str, int], tuple[int, ...]]:
-        """Return what was kept and dropped since the last step."""
+    def orders(self) -> tuple[dict[str, int], tuple[int, ...], dict[str, int]]:
+        """Return what was kept and dropped since the last step, and the tokens of what was kept."""
         kept, self.kept = self.kept, {}
         dropped, self.dropped = tuple(self.dropped), []
-        return kept, dropped
+        reached, self.reached = self.reached, {}
+        return kept, dropped, reached
 
     def counts(self) -> PrefixCounts:
         """Return the uses since the last call."""

@@ -34,6 +34,7 @@ class SchedulerState:
     manager: PagedManager
     longest: int  # max_model_len
     others: int = 0  # blocks of the longest request in layers that vLLM keeps
+    drafts: int = 0  # the most drafts of a request in a step
     requests: dict[str, "Request"] = field(default_factory=dict)
     budgets: dict[str, Budget] = field(default_factory=dict)
     known: dict[str, int] = field(
@@ -57,6 +58,7 @@ class SchedulerState:
         *,
         turns: bool = False,
         loaded: Iterable[LoadedDocument] = (),
+        drafts: int = 0,
     ) -> "SchedulerState":
         """Create the state with our manager, taken from vLLM's.
 
@@ -67,6 +69,7 @@ class SchedulerState:
             others: blocks that the longest request needs in layers that vLLM keeps.
             turns: whether the states of finished requests are stored.
             loaded: documents that workers have loaded.
+            drafts: the most drafts of a request in a step.
 
         Raises:
             UnservableError: the pool is too small for a prompt of `longest` tokens, or prefixes
@@ -82,12 +85,13 @@ class SchedulerState:
                 "and not in pages; set enable_prefix_caching to false"
             )
         manager.lead(followers)
+        manager.ahead += drafts
         if managers.enable_caching:
             manager.store_prefixes(turns=turns, appends_only=appends_only(policy, planned=False))
         for document in loaded:
             manager.load(document)
         manager.expect_room(longest, chunk_budget(policy), others)
-        book = cls(policy, manager, longest, others)
+        book = cls(policy, manager, longest, others, drafts)
         book._warn_if_idle(longest)
         return book
 
@@ -155,10 +159,16 @@ class SchedulerState:
         return prefixes.match(request, self._budget_of(name))
 
     def stop(self, request: str, computed: int, tokens: int) -> int:
-        """Return how many tokens of a request's next `tokens` are before its boundary."""
+        """Return how many tokens of a request's next `tokens` are before its boundary.
+
+        Tokens past the request's are drafts with which vLLM pads a step, and do not count.
+        """
         prefixes = self.manager.prefixes
         boundary = None if prefixes is None else prefixes.boundaries.get(request)
-        if boundary is None or not computed < boundary < computed + tokens:
+        if boundary is None:
+            return tokens
+        end = min(computed + tokens, self.requests[request].num_tokens)
+        if not computed < boundary < end:
             return tokens
         return boundary - computed
 
@@ -170,8 +180,11 @@ class SchedulerState:
         if name not in self.known or self.manager.first_block(name) is None:
             return
         if name not in self.refused and not has_other_inputs(request):
-            pages = self.manager.most_pages(name, request.num_computed_tokens)
-            prefixes.keep(request, self._budget_of(name), self.step + 1, pages)
+            tokens = request.num_computed_tokens
+            if self.drafts:  # drafts that were right may follow the token that ended the request
+                tokens = min(tokens, request.num_tokens - 1)
+            pages = self.manager.most_pages(name, tokens)
+            prefixes.keep(request, tokens, self._budget_of(name), self.step + 1, pages)
 
     def finished(self, request: str) -> None:
         """Remove a request; workers are informed with the next step."""
@@ -210,7 +223,8 @@ class SchedulerState:
         for request, tokens in step.num_scheduled_tokens.items():
             first = self.manager.first_block(request)
             assert first is not None, "a scheduled request owns a block"
-            requests[first] = self._request_step(request, begun[request], tokens)
+            drafts = len(step.scheduled_spec_decode_tokens.get(request, ()))
+            requests[first] = self._request_step(request, begun[request], tokens, drafts)
         gone = tuple(name for name in self.known if self.manager.first_block(name) is None)
         for request in gone:
             del self.known[request]
@@ -220,8 +234,8 @@ class SchedulerState:
         if short:
             self.awaited = self.step
         changes, prefixes = self.manager.source.changes(self.step), self.manager.prefixes
-        kept, dropped = ({}, ()) if prefixes is None else prefixes.orders()
-        return StepMetadata(self.step, requests, gone, short, changes, kept, dropped)
+        of_prefixes = ({}, (), {}) if prefixes is None else prefixes.orders()
+        return StepMetadata(self.step, requests, gone, short, changes, *of_prefixes)
 
     def note(self, reports: WorkerReport) -> None:
         """Record reported pages, and free surplus blocks."""
@@ -241,14 +255,14 @@ class SchedulerState:
         counts = self.manager.prefixes.counts()
         return replace(measured, prefix_hits=counts.hits, prefix_tokens=counts.tokens)
 
-    def _request_step(self, request: str, computed: int, tokens: int) -> RequestStep:
+    def _request_step(self, request: str, computed: int, tokens: int, drafts: int) -> RequestStep:
         prefixes, base, boundary, keep = self.manager.prefixes, None, None, None
         begins = request in self.manager.fresh or computed == 0
         if prefixes is not None:
             found, boundary = prefixes.bases.get(request), prefixes.boundaries.get(request)
             if begins and found is not None and found.tokens == computed:
                 base = found.number
-            if boundary is not None and computed + tokens == boundary:
+            if boundary is not None and computed + tokens - drafts == boundary:
                 pages = self._compressed_pages(request, boundary)
                 keep = prefixes.store(request, self.step, pages)
         if begins:  # after a preemption generated tokens are recomputed too
@@ -256,11 +270,11 @@ class SchedulerState:
             self.begun += 1
             self.manager.prompts[request] = self.requests[request].num_tokens
             self.known[request], self.serials[request] = self.step, self.begun
-        elif tokens > 1 and computed >= self.manager.prompts[request]:
+        elif tokens - drafts > 1 and computed >= self.manager.prompts[request]:
             self._refuse(
                 request,
-                f"it adds {tokens} prompt tokens after its answer, but a policy needs the whole "
-                "prompt at once",
+                f"it adds {tokens - drafts} prompt tokens after its answer, but a policy needs the "
+                "whole prompt at once",
             )
         return RequestStep(
             request,
@@ -273,6 +287,7 @@ class SchedulerState:
             base,
             boundary,
             keep,
+            drafts,
         )
 
     def _compressed_pages(self, request: str, tokens: int) -> int:

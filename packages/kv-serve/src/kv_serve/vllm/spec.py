@@ -99,6 +99,7 @@ class PagedManager(FullAttentionManager):
         self.prompts: dict[str, int] = {}  # tokens before the first generated one
         self.fresh: set[str] = set()  # requests that have blocks since the last step
         self.prefixes: Prefixes | None = None  # None: none are stored beside kept layers
+        self.ahead = AHEAD  # generated tokens that are scheduled before their pages are counted
         self.appends_only = False  # whether requests only append to what their prefix holds
 
     def lead(self, others: Sequence["PagedManager"]) -> None:
@@ -188,14 +189,15 @@ class PagedManager(FullAttentionManager):
         tokens: int,
         told: tuple[int, int] | None = None,
         kept: int | None = None,
-        later: int = AHEAD,
+        later: int | None = None,
         base: int | None = None,
     ) -> int:
         """Count the blocks for a request, given its last reported pages; see `Account.planned`.
 
+        Without `later`, for as many generated tokens as are scheduled ahead of reports.
         With `base`, those for the pages that it holds alone after so many tokens of a prefix.
         """
-        most = self.account.planned(tokens, kept, later)
+        most = self.account.planned(tokens, kept, self.ahead if later is None else later)
         if base is not None:
             most = min(most, self.account.branched(tokens - base))
         if told is not None:
@@ -219,7 +221,7 @@ class PagedManager(FullAttentionManager):
         base = self._base(request_id)
         if owned is None:  # vLLM admits it only if its whole prompt could have blocks
             return self.blocks_for(num_tokens, kept=kept, base=base)
-        later = max(AHEAD, num_tokens - self.prompts.get(request_id, num_tokens))
+        later = max(self.ahead, num_tokens - self.prompts.get(request_id, num_tokens))
         wanted = self.blocks_for(num_tokens, owned.told, kept, later, base)
         return max(0, wanted - len(owned.blocks))
 

@@ -103,15 +103,19 @@ class Worker:
     def begin(self, metadata: StepMetadata) -> None:
         """Begin a step: free requests that ended, compress if blocks are short, and move pages.
 
+        Drafts of the steps before that were right are stored first.
+
         If vLLM has built the step's rows, they are opened, since a graph may be launched next, in
         which no layer is called.
         """
         self.metadata, changes, self.computed = metadata, metadata.changes, False
-        self.requests.begin(metadata.requests, metadata.gone, metadata.kept, metadata.dropped)
+        of_prefixes = metadata.kept, metadata.dropped, metadata.reached
+        self.requests.begin(metadata.requests, metadata.gone, *of_prefixes)
         if changes.left:
             self._withdraw(self.memory.pages(changes.left))
         if changes.taken:
             self.pool.release(self.memory.pages(changes.taken))
+        self.requests.confirm()  # only what is right is compressed
         self.compressed = self.requests.compress() if metadata.short else set()
         if changes.leaving:
             self._withdraw(self.memory.pages(changes.leaving))
