@@ -50,7 +50,8 @@ FEATURES: Final = (
         "speculative decoding, n-gram",
         "`--speculative-config.method ngram`",
         slots=True,
-        pages=False,
+        pages=True,
+        note="in pages under policies that plan after prompts alone",
     ),
     Feature(
         "speculative decoding, draft model",

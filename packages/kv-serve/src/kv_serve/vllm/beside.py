@@ -48,18 +48,16 @@ def refused_drafts(config: VllmConfig, policy: KVPolicy, *, plain: bool) -> str 
             f"speculative decoding, as {why}; use a policy that plans after prompts alone, such as "
             "snapkv, or omit the speculative_config"
         )
-    if not plain and given.method != NGRAM:
+    if not plain and given.method in DRAFTERS and given.method != NGRAM:
         return (
-            f"speculative decoding by {given.method}, as its drafts have keys and values of "
-            f"layers that would need pages of their own; draft by {NGRAM}, use {PLAIN}, or omit "
-            "the speculative_config"
+            f"speculative decoding by {given.method}, whose layers would need pages of their own; "
+            f"draft by {NGRAM}, use {PLAIN}, or omit the speculative_config"
         )
     if config.model_config.use_mla:
         return "speculative decoding of latent attention (MLA); omit the speculative_config"
     if given.method not in DRAFTERS:
-        return (
-            f"speculative decoding by {given.method}; use one of the methods {', '.join(DRAFTERS)}"
-        )
+        known = f"one of the methods {', '.join(DRAFTERS)}" if plain else f"the method {NGRAM}"
+        return f"speculative decoding by {given.method}; use {known}"
     if given.parallel_drafting:
         return "speculative decoding with drafts in one pass; set parallel_drafting to false"
     return None
