@@ -95,6 +95,42 @@ def test_a_prompt_is_read_in_chunks_and_read_again_with_what_was_generated(
     assert states(step(book, a=(35, 1))) == {"a": (False, False, 35)}
 
 
+def test_drafts_are_no_tokens_that_a_request_adds(
+    state: Callable[[str], "SchedulerState"],
+) -> None:
+    book = state("snapkv:budget=12,window=4")
+    asked = request("a", 20)
+    book.welcome(asked)
+    step(book, new=True, a=(0, 19))
+    # One token of the prompt is left, and vLLM pads it.
+    (padded,) = step(book, a=(19, 4), drafts=3).requests.values()
+    assert (padded.known, padded.drafts) == (1, 3)
+    assert (padded.is_prefill, padded.ends_prefill) == (True, True)
+    asked.num_tokens = 21
+    (one,) = step(book, a=(20, 4), drafts=3).requests.values()
+    assert (one.known, one.drafts, one.is_prefill, one.refused) == (1, 3, False, None)
+    (wrong,) = step(book, a=(22, 4), drafts=2).requests.values()
+    assert wrong.refused is not None
+    assert wrong.refused.startswith("it adds 2 prompt tokens after its answer")
+
+
+def test_drafts_that_pad_a_step_do_not_end_it_at_a_boundary(
+    manager_of: Callable[..., "PagedManager"],
+) -> None:
+    """vLLM counts on them; a boundary at the end of a prompt needs no cut."""
+    from kv_serve.vllm.scheduler_state import SchedulerState
+
+    policy = parse("snapkv:budget=12,window=4")
+    book = SchedulerState(policy, manager_of(policy, SHAPE, 40), 1000, drafts=3)
+    book.requests["a"] = request("a", 20)
+    book.manager.prefixes = SimpleNamespace(boundaries={"a": 20})
+    assert book.stop("a", 19, 4) == 4
+    assert book.stop("a", 16, 4) == 4
+    book.manager.prefixes.boundaries["a"] = 18
+    assert book.stop("a", 16, 7) == 2
+    assert book.stop("a", 18, 2) == 2
+
+
 def test_a_session_that_has_more_to_read_after_its_answer_fails(
     state: Callable[[str], "SchedulerState"],
 ) -> None:
