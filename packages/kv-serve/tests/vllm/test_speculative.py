@@ -151,7 +151,7 @@ def test_drafts_over_pages_change_nothing(
     start_tiny: Start, greedy: Greedy, told: Callable[["LLM"], Answers], policy: str
 ) -> None:
     """Prompts are read in chunks, which drafts do not cut otherwise."""
-    chunks = {"long_prefill_token_threshold": 48, "max_num_partial_prefills": 1}
+    chunks = {"long_prefill_token_threshold": 48}
     with start_tiny(policy, poison=True, **chunks) as engine:
         expected = told(engine)
     with start_tiny(policy, poison=True, speculative_config=NGRAM, **chunks) as engine:
@@ -177,7 +177,8 @@ def test_turns_and_prefixes_continue_after_drafts(
             text = text + found[-1][0]
         book = prompts[2]
         for _ in range(2):
-            found += answered(engine, [book, [5], [*book[:-1], 9]], MORE, kv_prefix=len(book) - 1)
+            both = [book, [*book[:-1], 9]]
+            found += answered(engine, both, MORE, kv_prefix=len(book) - 1)
         return found
 
     with start_tiny(additional_config=given) as engine:
