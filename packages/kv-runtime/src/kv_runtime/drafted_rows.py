@@ -110,7 +110,8 @@ class DraftedRows:
         for column, out in zip(drafts, found, strict=True):
             write_rows(out, output, column.target, column.place)
         into = output.new_empty(len(first.source), *output.shape[1:])
-        first.taken.attend(layer, *mine[0], scale, into, softcap, sinks, more=more)
+        q, k, v = mine[0]
+        first.taken.attend(layer, q, k, v, scale, into, softcap, sinks, more=more)
         output.index_copy_(0, first.target, into.index_select(0, first.place))
 
     def pending(self, names: Sequence[str], steps: Mapping[str, int]) -> dict[str, PendingTokens]:
