@@ -160,6 +160,21 @@ def test_drafts_over_pages_change_nothing(
     assert 0 < accepted < drafted
 
 
+@pytest.mark.slow
+def test_drafts_over_pages_beside_layers_that_vllm_keeps_change_nothing(
+    start: Start, greedy: Greedy, tiny: Callable[..., str], asked: list[list[int]]
+) -> None:
+    more = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 48}
+    folder = tiny("Gemma3ForCausalLM", "gemma3_text", **more)
+    options = OPTIONS | {"load_format": "dummy", "enable_prefix_caching": False}
+    with start(folder, SELECTS, poison=True, **options) as engine:
+        expected = greedy(engine, asked, COUNT)
+    with start(folder, SELECTS, poison=True, speculative_config=NGRAM, **options) as engine:
+        assert greedy(engine, asked, COUNT) == expected
+        drafted, accepted = counted(engine)
+    assert 0 < accepted < drafted
+
+
 def test_turns_and_prefixes_continue_after_drafts(
     start_tiny: Start, prompts: list[list[int]]
 ) -> None:
