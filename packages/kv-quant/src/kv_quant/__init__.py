@@ -5,6 +5,7 @@ from kv_quant.blocks import ChannelCodec, RowsCodec
 from kv_quant.codebook import CodebookCodec
 from kv_quant.formats import IntegerFormat
 from kv_quant.integer import IntegerCodec
+from kv_quant.outliers import OutlierCodec
 
 __all__ = [
     "LIMIT",
@@ -12,5 +13,6 @@ __all__ = [
     "CodebookCodec",
     "IntegerCodec",
     "IntegerFormat",
+    "OutlierCodec",
     "RowsCodec",
 ]

@@ -6,10 +6,11 @@ from typing import Annotated, ClassVar, Final, Literal
 import torch
 from msgspec import Meta
 
-from kv_policy import CacheShape, Capabilities, Formats, Part, TokenFormat, Uncompressed
+from kv_policy import CacheShape, Capabilities, Codec, Formats, Part, TokenFormat, Uncompressed
 from kv_quant.blocks import ChannelCodec, RowsCodec
 from kv_quant.codebook import LEVELS, CodebookCodec
 from kv_quant.integer import IntegerCodec
+from kv_quant.outliers import OutlierCodec
 
 BLOCK: Final = 32  # the group of tokens in KIVI
 
@@ -24,12 +25,15 @@ class IntegerFormat(Part):
     as in KIVI (Liu et al., 2024, https://arxiv.org/abs/2402.02750). With `levels=normal` codes
     stand for the levels of a codebook for rotated coordinates, and a vector has its norm in place
     of a scale and a zero, as in TurboQuant (Zandieh et al., 2025, https://arxiv.org/abs/2504.19874).
+    With `outliers` some elements of each vector are kept apart in float16, as in KVQuant (Hooper et
+    al., 2024, https://arxiv.org/abs/2401.18079).
     """
 
     source: ClassVar[str] = (
         "LeanKV, Zhang et al., 2024, https://arxiv.org/abs/2412.03131, Eq. 2; keys=channel: KIVI, "
         "Liu et al., 2024, https://arxiv.org/abs/2402.02750; levels=normal: TurboQuant, Zandieh et "
-        "al., 2025, https://arxiv.org/abs/2504.19874"
+        "al., 2025, https://arxiv.org/abs/2504.19874; outliers: KVQuant, Hooper et al., 2024, "
+        "https://arxiv.org/abs/2401.18079"
     )
     variants: ClassVar[tuple[str, ...]] = ()  # not searched, unless a subclass says so
     key_bits: ClassVar[int]
@@ -57,6 +61,12 @@ class IntegerFormat(Part):
         Literal["even", "normal"],
         Meta(description="what codes stand for: even steps, or levels for rotated coordinates"),
     ] = "even"
+    outliers: Annotated[
+        int,
+        Meta(
+            ge=0, description="elements of each vector kept apart in float16; not for keys=channel"
+        ),
+    ] = 0
 
     def __init_subclass__(cls, bits: tuple[int, int]) -> None:
         """Name the format after the bits of its keys and values."""
@@ -68,13 +78,18 @@ class IntegerFormat(Part):
         """Check the parameters.
 
         Raises:
-            ValueError: a value is out of range, or a block is set for keys with per-token scales.
+            ValueError: a value is out of range, or parameters contradict each other.
         """
         super().__post_init__()
         if self.keys == "token" and self.block != BLOCK:
             raise ValueError(
                 f"{self.name}: block={self.block} is refused: keys with a scale per token have no "
                 "block; remove it, or set keys=channel"
+            )
+        if self.outliers and self.keys == "channel":
+            raise ValueError(
+                f"{self.name}: outliers={self.outliers} is refused with keys=channel: they are "
+                "kept apart in vectors with scales of their own; remove one of the two"
             )
         if self.levels == "normal":
             self._expect_vectors()
@@ -113,21 +128,19 @@ class IntegerFormat(Part):
 
     def bind(self, shape: CacheShape) -> tuple[TokenFormat, ...]:
         """Return the codecs for keys and values of this shape."""
-        if self.levels == "normal":
-            codebooks = (
-                CodebookCodec(dim, bits)
-                for dim, bits in (
-                    (shape.key_dim, self.key_bits),
-                    (shape.value_dim, self.value_bits),
-                )
-            )
-            return (TokenFormat(*codebooks),)
-        value = IntegerCodec(shape.value_dim, self.value_bits, self.group)
-        if self.keys == "token":
-            key = IntegerCodec(shape.key_dim, self.key_bits, self.group)
-            return (TokenFormat(key, value),)
-        channels = ChannelCodec(shape.key_dim, self.key_bits, self.block)
-        return (TokenFormat(channels, RowsCodec(value, self.block)),)
+        if self.keys == "channel":
+            channels = ChannelCodec(shape.key_dim, self.key_bits, self.block)
+            value = IntegerCodec(shape.value_dim, self.value_bits, self.group)
+            return (TokenFormat(channels, RowsCodec(value, self.block)),)
+        sizes = (shape.key_dim, self.key_bits), (shape.value_dim, self.value_bits)
+        return (TokenFormat(*(self._codec(dim, bits) for dim, bits in sizes)),)
+
+    def _codec(self, dim: int, bits: int) -> Codec:
+        """Return the codec of single vectors; one element at least is no outlier."""
+        normal = self.levels == "normal"
+        each = CodebookCodec(dim, bits) if normal else IntegerCodec(dim, bits, self.group)
+        count = min(self.outliers, dim - 1)
+        return OutlierCodec(each, count) if count else each
 
 
 @dataclass(frozen=True)
