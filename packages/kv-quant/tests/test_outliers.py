@@ -135,6 +135,14 @@ def test_an_index_beyond_a_byte_has_two(dim):
     assert torch.equal(codec.decode(codec.encode(x)), x)
 
 
+@pytest.mark.parametrize("dim", [5, 300])
+def test_any_bytes_are_decoded(dim):
+    """Empty slots of a page are decoded with the others, whatever they hold."""
+    codec = OutlierCodec(IntegerCodec(dim, 4), 2)
+    data = torch.arange(256, dtype=torch.uint8)[:, None].expand(-1, sum(codec.parts))
+    assert codec.decode(data).shape == (256, 1, dim)
+
+
 def test_bytes_by_hand():
     """Of 1 2 3 4 90 the range is least without 90: codes 0 5 10 15 15 of scale 0.2 and zero 1."""
     codec = OutlierCodec(IntegerCodec(5, 4), 1)

@@ -93,6 +93,7 @@ class OutlierCodec:
         value = kept.clone(memory_format=torch.contiguous_format).view(torch.float16).float()
         low, *high = places.long().split(self.count, dim=1)
         index = low if not high else low + (high[0] << 8)
+        index = index.clamp_(max=self.dim - 1)  # empty slots of a page hold any bytes
         found = self.each.decode(inner).float()[:, 0].scatter(1, index, value)
         return found[:, None]
 
