@@ -64,6 +64,7 @@ POLICIES: Final[Mapping[str, str]] = {
     "normal_k4v4": "hadamard+k4v4:levels=normal",
     "normal_k4v3": "hadamard+k4v3:levels=normal",
     "normal_k3v3": "hadamard+k3v3:levels=normal",
+    "bfp_k4v4": "k4v4:levels=bfp,group=16",
     "outliers_k4v4": "k4v4:outliers=1",
     "outliers_k3v3": "k3v3:outliers=1",
     "outliers_hadamard_k3v3": "hadamard+k3v3:outliers=1",

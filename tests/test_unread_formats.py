@@ -13,6 +13,7 @@ FORMATS = (
     "k4v4:outliers=1",
     "k3v3:group=16,outliers=2",
     "k4v4:levels=normal,outliers=1",
+    "k8v4:levels=bfp,group=16",
 )
 SHAPE = CacheShape(layers=1, kv_heads=2, group=3, key_dim=40, value_dim=24)
 

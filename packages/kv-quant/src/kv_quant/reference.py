@@ -70,6 +70,33 @@ def decode_levels(planes: Planes, levels: Sequence[float], data: bytes) -> list[
     return [_float32(_float32(levels[_get(data, 0, planes, d)]) * scale) for d in range(planes.dim)]
 
 
+def encode_block_float(planes: Planes, vector: Sequence[float]) -> bytes:
+    """Encode a vector in block floating point: mantissas, then the exponent of each group."""
+    clean = [_clean(x) for x in vector]
+    codes, exponents, half = bytearray(planes.stride), bytearray(), 2 ** (planes.bits - 1)
+    for group in range(planes.groups):
+        dims = range(group * planes.group, min((group + 1) * planes.group, planes.dim))
+        largest = max(abs(clean[d]) for d in dims)
+        exponents.append(max(math.frexp(largest)[1] + 126, 0) if largest else 0)
+        for d in dims:
+            mantissa = round(clean[d] / _step(planes, exponents[-1]))
+            _set(codes, 0, planes, d, half + max(min(mantissa, half - 1), 1 - half))
+    return bytes(codes + exponents)
+
+
+def decode_block_float(planes: Planes, data: bytes) -> list[float]:
+    """Decode a vector to float32 numbers: each mantissa times the step of its group."""
+    half, exponents = 2 ** (planes.bits - 1), data[planes.stride :]
+    return [
+        (_get(data, 0, planes, d) - half) * _step(planes, exponents[d // planes.group])
+        for d in range(planes.dim)
+    ]
+
+
+def _step(planes: Planes, exponent: int) -> float:
+    return 2.0 ** (max(exponent - planes.bits + 2, 1) - 127)
+
+
 def encode_outliers(
     encode: Callable[[Sequence[float]], bytes], vector: Sequence[float], count: int
 ) -> bytes:
