@@ -372,5 +372,6 @@ WRITERS: Final = {
     "vllm_soak": vllm_soak,
     "vllm_steps": vllm_steps,
     "vllm_throughput": vllm_throughput,
+    "vllm_throughput_amx": vllm_throughput,
     "vllm_trace": vllm_trace,
 }
