@@ -58,6 +58,9 @@ def test_the_versions_that_are_tested_are_served_and_newest_first() -> None:
     assert minors[-1] == OLDEST
     assert minors[0] <= NEWEST
     assert all(map(is_served, VLLM))
+    *others, newest = (f"{major}.{minor}" for major, minor in reversed(minors))
+    named = f"Tests run in vLLM {', '.join(others)} and {newest} for CPUs"
+    assert named in (ROOT / "docs" / "serving.md").read_text()
 
 
 def test_all_versions_are_tested_at_night() -> None:
