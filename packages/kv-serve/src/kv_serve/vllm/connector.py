@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kv_runtime import RequestRows
 from kv_serve.vllm import boundaries, failures
-from kv_serve.vllm.attach import is_heard
+from kv_serve.vllm.attach import is_heard, stores_prefixes
 from kv_serve.vllm.config import served_policy
 from kv_serve.vllm.documents import documents
 from kv_serve.vllm.memory import Memory
@@ -147,7 +147,9 @@ class PagesConnector(
             kv_cache_manager,
             longest,
             sum(each),
+            stores=stores_prefixes(self._vllm_config, plain=False),
             turns=turns,
+            workers=self._vllm_config.parallel_config.tensor_parallel_size,
             loaded=documents(self._vllm_config, self._policy),
         )
 

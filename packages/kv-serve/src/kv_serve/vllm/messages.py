@@ -19,6 +19,13 @@ class BlockChanges(NamedTuple):
     leaving: tuple[int, ...] = ()  # pages must move out of them
 
 
+class BlockCopies(NamedTuple):
+    """Copies of blocks of layers that vLLM keeps, each from a block to another one."""
+
+    before: tuple[tuple[int, int], ...] = ()  # a step's forward pass, from stored prefixes
+    after: tuple[tuple[int, int], ...] = ()  # it, into prefixes that are stored
+
+
 @dataclass(frozen=True, slots=True)
 class StepMetadata(KVConnectorMetadata):
     """The scheduler's message to the workers for one step."""
@@ -30,6 +37,7 @@ class StepMetadata(KVConnectorMetadata):
     changes: BlockChanges = field(default_factory=BlockChanges)  # of the blocks with pages
     kept: dict[str, int] = field(default_factory=dict)  # prefixes to store, by finished request
     dropped: tuple[int, ...] = ()  # prefixes to release
+    copies: BlockCopies = field(default_factory=BlockCopies)
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,6 +115,7 @@ class Worker:
         self.compressed = self.requests.compress() if metadata.short else set()
         if changes.leaving:
             self._withdraw(self.memory.pages(changes.leaving))
+        self.memory.copy(metadata.copies.before)
         rows, self.rows = self.rows, None
         if rows is not None and self.requests.are_of_step(rows):
             self.requests.open(rows)
@@ -136,6 +137,8 @@ class Worker:
             return
         self.computed = True
         self.requests.end()
+        if self.metadata is not None:
+            self.memory.copy(self.metadata.copies.after)
         if not self.requests.attended:
             raise RuntimeError(_MADE_UP)
 
