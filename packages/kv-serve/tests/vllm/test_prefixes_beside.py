@@ -12,6 +12,7 @@ import torch
 from asking import asked, in_parts, reset
 from kept_models import ALONE, BLOCK, options
 from live_engine import ends
+from written import answer, written
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -52,8 +53,11 @@ def engine_of(start: Start, drawn: Drawn) -> Callable[..., AbstractContextManage
     """Start an engine of a model under a policy."""
 
     @contextmanager
-    def running(name: str, policy: str, turns: bool = False, **more: Any) -> Iterator["LLM"]:
+    def running(
+        name: str, policy: str, turns: bool = False, documents: str | None = None, **more: Any
+    ) -> Iterator["LLM"]:
         given = {"kv_policy": policy, "kv_poison": True, "kv_turns": turns}
+        given |= {} if documents is None else {"kv_documents": documents}
         own = options(max_num_batched_tokens=64) | ALONE.get(name, {}) | more
         with start(drawn(name), additional_config=given, **own) as engine:
             yield engine
@@ -281,20 +285,56 @@ def test_requests_that_come_and_go_answer_as_alone(
         expect_consistent(engine)
 
 
-def test_documents_are_refused_beside_layers_that_vllm_keeps(
-    start: Start, drawn: Drawn, tmp_path: Path
+@pytest.mark.parametrize(
+    ("name", "policy", "length"),
+    [
+        ("gemma3", "k8v4:window=8", 100),
+        ("gemma3_full", "snapkv:budget=40,window=4+k8v4", 30),  # shorter than a window
+        ("llama4", "kv-compress:rate=2,floor=16", 100),  # 4 tokens of the second chunk
+    ],
+)
+def test_a_document_is_continued_as_in_transformers(
+    engine_of: Engines,
+    drawn: Drawn,
+    texts: list[list[int]],
+    tmp_path: Path,
+    name: str,
+    policy: str,
+    length: int,
 ) -> None:
-    (tmp_path / "book.kv").write_bytes(b"")  # refused before it is read
+    book, question, folder = texts[0][:length], texts[1][:20], drawn(name)
+    model, cache = written(folder, policy, book, tmp_path / "book.kv")
+    expected = answer(model, cache, question)
+    own = {"max_num_batched_tokens": 512, "documents": str(tmp_path)}
+    with engine_of(name, policy, **own) as engine:
+        for _ in range(2):
+            assert asked(engine, [book + question], COUNT) == [(expected, length)]
+        assert asked(engine, [book + question], 1, kv_prefix=length + 5)[0][1] == length
+        assert asked(engine, [book[:-1]], 1)[0][1] == 0
+        expect_consistent(engine)
+        assert asked(engine, [book + question], COUNT)[0][1] == 0  # as weights may have changed
+
+
+def test_documents_that_do_not_fit_other_layers_are_refused(
+    start: Start, drawn: Drawn, texts: list[list[int]], tmp_path: Path
+) -> None:
     given = {"kv_policy": "snapkv:budget=24,window=8", "kv_documents": str(tmp_path)}
-    with (
-        pytest.raises(Exception, match="kv_documents is given, but layers of this model have a wi"),
-        start(
-            drawn("gemma3", weights=False),
-            **options(load_format="dummy"),
-            additional_config=given,
-        ),
-    ):
-        pass
+
+    def starting(folder: str, said: str, **more: Any) -> None:
+        with (
+            pytest.raises(Exception, match=said),
+            start(folder, **options(**more), additional_config=given),
+        ):
+            pass
+
+    (tmp_path / "book.kv").write_bytes(b"")  # refused before it is read
+    states = drawn("granite4", weights=False)
+    on = {"load_format": "dummy", "enable_prefix_caching": False}
+    starting(states, "kv_documents is given, but a layer of this model has a MambaSpec", **on)
+    folder = drawn("gemma3")
+    written(folder, given["kv_policy"], texts[0][:60], tmp_path / "book.kv")
+    few = 12 * 2 * BLOCK * 512
+    starting(folder, "cannot be served", kv_cache_memory_bytes=few, max_model_len=64)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "llama4"])

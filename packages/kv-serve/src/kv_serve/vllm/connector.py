@@ -68,7 +68,9 @@ class PagesConnector(
         """Create the worker over the memory that vLLM allocated."""
         assert self._kv_cache_config is not None, "vLLM passes it to every connector"
         memory = Memory.of(self._kv_cache_config, kv_caches)
-        self._worker = Worker.over(self._vllm_config, self._policy, memory)
+        groups = self._kv_cache_config.kv_cache_groups
+        kept = [each for each in groups if not isinstance(each.kv_cache_spec, PagedSpec)]
+        self._worker = Worker.over(self._vllm_config, self._policy, memory, kept)
 
     @property
     def worker(self) -> Worker:

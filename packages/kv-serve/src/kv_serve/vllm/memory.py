@@ -68,6 +68,12 @@ class Memory:
             given = torch.tensor(pairs, dtype=torch.long, device=self.regions.device)
             self.regions[:, given[:, 1]] = self.regions[:, given[:, 0]]
 
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Clear blocks over all layers."""
+        if blocks:
+            assert self.regions is not None, "other layers have blocks in this memory"
+            self.regions[:, torch.tensor(blocks, device=self.regions.device)] = 0
+
 
 def _expect_regions(config: KVCacheConfig, size: int) -> None:
     region = size * config.num_blocks

@@ -26,6 +26,10 @@ class BlockCopies(NamedTuple):
     after: tuple[tuple[int, int], ...] = ()  # it, into prefixes that are stored
 
 
+# A column of a group's block table, and the numbers of the blocks from there on.
+Place = tuple[int, tuple[int, ...]]
+
+
 @dataclass(frozen=True, slots=True)
 class StepMetadata(KVConnectorMetadata):
     """The scheduler's message to the workers for one step."""
@@ -38,6 +42,7 @@ class StepMetadata(KVConnectorMetadata):
     kept: dict[str, int] = field(default_factory=dict)  # prefixes to store, by finished request
     dropped: tuple[int, ...] = ()  # prefixes to release
     copies: BlockCopies = field(default_factory=BlockCopies)
+    loads: dict[int, tuple[Place, ...]] = field(default_factory=dict)  # documents, by number
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
 
-from kv_serve.vllm.messages import BlockCopies
+from kv_serve.vllm.messages import BlockCopies, Place
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -78,6 +78,16 @@ class OtherLayers:
         blocks = self._of(request, tokens)
         self.pool.touch(blocks)
         return blocks
+
+    def take(self, tokens: int) -> tuple[list[KVCacheBlock], tuple[Place, ...]]:
+        """Take blocks for a document of `tokens` tokens, which the pool has; and say where."""
+        found, places = [], []
+        for each in self.managers:
+            columns = _columns(each, tokens)
+            blocks = list(self.pool.get_new_blocks(len(columns)))
+            found += blocks
+            places.append((columns.start, tuple(block.block_id for block in blocks)))
+        return found, tuple(places)
 
     def store(self, request: str, tokens: int) -> list[KVCacheBlock]:
         """Return the blocks of a prefix of `tokens` tokens, which a request reaches in this step.

@@ -16,7 +16,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from kv_runtime import Account
 from kv_serve.vllm.block_source import BlockSource
-from kv_serve.vllm.messages import BlockCopies
+from kv_serve.vllm.messages import BlockCopies, Place
 from kv_serve.vllm.other_layers import OtherLayers
 
 if TYPE_CHECKING:
@@ -95,6 +95,8 @@ class Prefixes:
     bases: dict[str, Prefix] = field(default_factory=dict)  # that requests continue, or will
     kept: dict[str, int] = field(default_factory=dict)  # since the last step, by finished request
     dropped: list[int] = field(default_factory=list)  # since the last step
+    # Documents that workers load in the first step, beside layers that vLLM keeps.
+    loads: dict[int, tuple[Place, ...]] = field(default_factory=dict)
     _by_key: dict[tuple[Origin, bytes], Prefix] = field(default_factory=dict)
     _readers: dict[bytes, str] = field(default_factory=dict)  # requests that will store a prefix
     _keys: dict[str, bytes] = field(default_factory=dict)  # of the boundaries, by request
@@ -122,19 +124,23 @@ class Prefixes:
         digest = _begun(None, None, "")
         digest.update(_bytes(ids))
         key, blocks = digest.digest(), self.account.blocks(pages)
+        beside = 0 if self.others is None else self.others.count(len(ids))
         free = self.pool.get_num_free_blocks()
         if (Origin.FILE, key) in self._by_key:
             raise ValueError("its tokens are those of another document")
-        if blocks > free:
-            raise ValueError(f"it takes {blocks} blocks, and {free} are free")
+        if blocks + beside > free:
+            raise ValueError(f"it takes {blocks + beside} blocks, and {free} are free")
         prefix = self._made(Origin.FILE, key, len(ids), pages, 1)  # which the first step reports
         assert prefix.number == number, "documents are loaded first, in their order"
         prefix.blocks, prefix.ready, prefix.pinned = self.source.allocate(blocks), True, True
+        if self.others is not None:
+            prefix.others, self.loads[number] = self.others.take(len(ids))
 
     @property
     def loaded_blocks(self) -> int:
         """Blocks of prefixes from files."""
-        return sum(len(each.blocks) for each in self.stored.values() if each.pinned)
+        pinned = (each for each in self.stored.values() if each.pinned)
+        return sum(len(each.blocks) + len(each.others) for each in pinned)
 
     def pages_of(self, request: str) -> int:
         """Return the pages of all prefixes that hold pages of a request, at most."""
@@ -345,6 +351,11 @@ class Prefixes:
         kept, self.kept = self.kept, {}
         dropped, self.dropped = tuple(self.dropped), []
         return kept, dropped, BlockCopies() if self.others is None else self.others.copies()
+
+    def take_loads(self) -> dict[int, tuple[Place, ...]]:
+        """Return the documents that workers load in this step, with blocks of other layers."""
+        loads, self.loads = self.loads, {}
+        return loads
 
     @property
     def other_bytes(self) -> int:

@@ -260,7 +260,8 @@ class SchedulerState:
             self._reclaim(max(1, lacking))
         changes = self.manager.source.changes(self.step)
         kept, dropped, copies = ({}, (), BlockCopies()) if prefixes is None else prefixes.orders()
-        return StepMetadata(self.step, requests, gone, short, changes, kept, dropped, copies)
+        loads = {} if prefixes is None else prefixes.take_loads()
+        return StepMetadata(self.step, requests, gone, short, changes, kept, dropped, copies, loads)
 
     def note(self, reports: WorkerReport) -> None:
         """Record reported pages, and free surplus blocks."""

@@ -15,7 +15,6 @@ from kv_serve.vllm.attach import attach, disable_prefix_cache
 from kv_serve.vllm.block_source import BlockSource, OwnPool, SharedPool
 from kv_serve.vllm.config import UnservableError, served_policy
 from kv_serve.vllm.documents import LoadedDocument
-from kv_serve.vllm.names import DOCUMENTS, PREFIX
 from kv_serve.vllm.other_layers import OtherLayers
 from kv_serve.vllm.prefixes import Prefixes
 
@@ -52,7 +51,6 @@ class PagedSpec(FullAttentionSpec):
         register()
         attach(vllm_config)
         if self.kept:
-            _refuse_documents(vllm_config)
             disable_prefix_cache(vllm_config)
         longest, policy = vllm_config.model_config.max_model_len, served_policy(vllm_config)
         pages = request_pages(policy, self.account, longest)
@@ -359,20 +357,6 @@ class PagedManager(FullAttentionManager):
         surplus = self.prefixes.told(pages, step)
         self.block_pool.free_blocks(reversed(surplus))
         return len(surplus)
-
-
-def _refuse_documents(config: VllmConfig) -> None:
-    """Raise if documents are to be loaded beside layers that vLLM keeps.
-
-    Raises:
-        UnservableError: a setting asks for it.
-    """
-    if config.additional_config.get(DOCUMENTS):
-        raise UnservableError(
-            f"{DOCUMENTS} is given, but layers of this model have a window or state of their own, "
-            "which a file has as transformers lays it out, and vLLM's blocks do not; omit it, and "
-            f"let a request for the document name it by {PREFIX}"
-        )
 
 
 def register() -> None:
