@@ -22,10 +22,7 @@ def written(
     from kv_transformers import CompressedCache, passing
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    cache, given = (
-        CompressedCache(model, policy, page_tokens=page_tokens),
-        torch.tensor([list(ids)]),
-    )
+    cache, given = CompressedCache(model, policy, page_tokens=page_tokens), torch.tensor([[*ids]])
     with torch.no_grad():
         model(given, **passing(model, cache))
     cache.save(path, given, **how)

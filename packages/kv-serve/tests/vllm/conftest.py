@@ -53,8 +53,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
 
 @pytest.fixture(scope="session")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """Create the folder of a model with layers of several kinds."""
+    """Create the folder of a model with layers of several kinds, once."""
 
+    @functools.cache
     def folder(name: str, *, weights: bool = True, **more: Any) -> str:
         return folder_of(tmp_path_factory.mktemp(name), name, weights=weights, **more)
 

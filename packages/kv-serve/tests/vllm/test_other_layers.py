@@ -68,7 +68,8 @@ def test_a_prefix_has_the_blocks_of_the_tokens_that_the_next_one_attends_to(
             return
         manager.allocate_new_blocks("a", end, end)
     first = max(0, tokens - span + 1) if windows else tokens // span * span
-    columns = sorted({each // size for each in range(first, tokens)})
+    begun = {tokens // size} if tokens % size else set()  # a block that later tokens fill
+    columns = sorted(begun | {each // size for each in range(first, tokens)})
     assert mine.count(tokens) == len(columns)
     held = [manager.req_to_blocks["a"][each].block_id for each in columns]
 
@@ -95,6 +96,7 @@ def test_a_prefix_has_the_blocks_of_the_tokens_that_the_next_one_attends_to(
 
     manager.add_local_computed_blocks("b", [], 0, tokens)
     manager.allocate_external_computed_blocks("b", 0, tokens)
+    manager.allocate_new_blocks("b", tokens + 1, tokens + 1)
     mine.load(turn, "b", tokens)
     targets = [manager.req_to_blocks["b"][each].block_id for each in columns]
     assert mine.copies() == (tuple(zip(held, targets, strict=True)), ())

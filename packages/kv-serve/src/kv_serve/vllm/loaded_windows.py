@@ -87,7 +87,8 @@ class LoadedWindows:
         Raises:
             UnservableError: a layer has neither a window nor chunks.
         """
-        layers, found = config.compilation_config.static_forward_context, []
+        layers = config.compilation_config.static_forward_context
+        found: list[tuple[int, int, Attention, int, int]] = []
         if config.additional_config.get(DOCUMENTS) is None:
             return cls(())
         for number, group in enumerate(groups):
@@ -104,10 +105,13 @@ class LoadedWindows:
                     f"{PREFIX}"
                 )
             for name in group.layer_names:
-                own, layer = f"own.{extract_layer_index(name)}", layers[name]
+                layer = layers[name]
                 assert isinstance(layer, Attention), "it has keys and values"
-                found.append(WindowLayer(own, number, layer, spec.block_size, most))
-        return cls(tuple(found))
+                if layer.kv_sharing_target_layer_name is None:
+                    index = extract_layer_index(name)
+                    found.append((index, number, layer, spec.block_size, most))
+        found.sort(key=lambda each: each[0])  # a file counts the layers that it has, in order
+        return cls(tuple(WindowLayer(f"own.{i}", *each[1:]) for i, each in enumerate(found)))
 
     def expect(self, own: Mapping[str, Tensor], tokens: int) -> None:
         """Raise unless a file has what these layers keep after `tokens` tokens, and no more.
