@@ -32,7 +32,7 @@ FEATURES: Final = (
         slots=True,
         pages=True,
         note="in pages of prefixes: what a request names, turns, and documents, the last not "
-        "beside states",
+        "beside chunks and states",
     ),
     Feature("chunked prefill", "`--max-num-batched-tokens`", slots=True, pages=True),
     Feature("several answers", "`n`", slots=True, pages=True),

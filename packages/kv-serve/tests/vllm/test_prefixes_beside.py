@@ -281,7 +281,8 @@ def test_requests_that_come_and_go_answer_as_alone(
             if draw.random() < 0.05:
                 core.abort_request([draw.choice(list(requests))])
         assert len(answers) > 15
-        assert again
+        assert again or name == "granite4"  # of which few are admitted at once
+        assert stored(engine).counts().hits > 3
         if "short" not in policy:  # what is kept depends on when blocks are short
             for one in draw.sample(sorted(answers.keys() - again), 5):
                 prompt, mark, count = requests[one]
@@ -295,7 +296,6 @@ def test_requests_that_come_and_go_answer_as_alone(
     [
         ("gemma3", "k8v4:window=8", 100),
         ("gemma3_full", "snapkv:budget=40,window=4+k8v4", 30),  # shorter than a window
-        ("llama4", "kv-compress:rate=2,floor=16", 100),  # 4 tokens of the second chunk
     ],
 )
 def test_a_document_is_continued_as_in_transformers(
@@ -320,6 +320,21 @@ def test_a_document_is_continued_as_in_transformers(
         assert asked(engine, [book + question], COUNT)[0][1] == 0  # as weights may have changed
 
 
+@pytest.mark.parametrize("name", ["llama4", "granite4"])
+def test_documents_are_refused_beside_chunks_and_states(
+    start: Start, drawn: Drawn, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "book.kv").write_bytes(b"")  # refused before it is read
+    given = {"kv_policy": "snapkv:budget=24,window=8", "kv_documents": str(tmp_path)}
+    own = options(load_format="dummy") | ALONE.get(name, {})
+    kind = {"llama4": "ChunkedLocalAttentionSpec", "granite4": "MambaSpec"}[name]
+    with (
+        pytest.raises(Exception, match=f"kv_documents is given, but a layer .* has a {kind}"),
+        start(drawn(name, weights=False), **own, additional_config=given),
+    ):
+        pass
+
+
 def test_documents_that_do_not_fit_other_layers_are_refused(
     start: Start, drawn: Drawn, texts: list[list[int]], tmp_path: Path
 ) -> None:
@@ -332,10 +347,6 @@ def test_documents_that_do_not_fit_other_layers_are_refused(
         ):
             pass
 
-    (tmp_path / "book.kv").write_bytes(b"")  # refused before it is read
-    states = drawn("granite4", weights=False)
-    on = {"load_format": "dummy", "enable_prefix_caching": False}
-    starting(states, "kv_documents is given, but a layer of this model has a MambaSpec", **on)
     folder = drawn("gemma3")
     written(folder, given["kv_policy"], texts[0][:60], tmp_path / "book.kv")
     few = 12 * 2 * BLOCK * 512

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
-from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from kv_serve.vllm.config import UnservableError
 from kv_serve.vllm.messages import Place
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WindowLayer:
-    """A layer with a window or chunks.
+    """A layer with a window.
 
     Attributes:
         name: of its tensors in a file.
@@ -85,7 +85,7 @@ class LoadedWindows:
         """Find the layers of the groups that are not under the policy, if documents are loaded.
 
         Raises:
-            UnservableError: a layer has neither a window nor chunks.
+            UnservableError: a layer has no window.
         """
         layers = config.compilation_config.static_forward_context
         found: list[tuple[int, int, Attention, int, int]] = []
@@ -93,22 +93,18 @@ class LoadedWindows:
             return cls(())
         for number, group in enumerate(groups):
             spec = group.kv_cache_spec
-            if isinstance(spec, SlidingWindowSpec):
-                most = spec.sliding_window - 1
-            elif isinstance(spec, ChunkedLocalAttentionSpec):
-                most = spec.attention_chunk_size - 1
-            else:
+            if type(spec) is not SlidingWindowSpec:
                 raise UnservableError(
                     f"{DOCUMENTS} is given, but a layer of this model has a {type(spec).__name__}, "
-                    "and files are loaded for windows and chunks alone, as transformers lays out "
-                    "states otherwise; omit it, and let a request for the document name it by "
-                    f"{PREFIX}"
+                    "and files are loaded beside windows alone; omit it, and let a request for the "
+                    f"document name it by {PREFIX}"
                 )
             for name in group.layer_names:
                 layer = layers[name]
                 assert isinstance(layer, Attention), "it has keys and values"
                 if layer.kv_sharing_target_layer_name is None:
                     index = extract_layer_index(name)
+                    most = spec.sliding_window - 1
                     found.append((index, number, layer, spec.block_size, most))
         found.sort(key=lambda each: each[0])  # a file counts the layers that it has, in order
         return cls(tuple(WindowLayer(f"own.{i}", *each[1:]) for i, each in enumerate(found)))
