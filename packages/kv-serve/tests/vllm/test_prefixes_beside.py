@@ -335,22 +335,26 @@ def test_documents_are_refused_beside_chunks_and_states(
         pass
 
 
-def test_documents_that_do_not_fit_other_layers_are_refused(
-    start: Start, drawn: Drawn, texts: list[list[int]], tmp_path: Path
-) -> None:
-    given = {"kv_policy": "snapkv:budget=24,window=8", "kv_documents": str(tmp_path)}
+def test_a_file_has_the_windows_of_all_layers_and_no_more() -> None:
+    from vllm.model_executor.layers.attention import Attention
 
-    def starting(folder: str, said: str, **more: Any) -> None:
-        with (
-            pytest.raises(Exception, match=said),
-            start(folder, **options(**more), additional_config=given),
+    from kv_serve.vllm.loaded_windows import LoadedWindows, WindowLayer
+
+    layer = Attention.__new__(Attention)
+    layer.num_kv_heads, layer.head_size, layer.head_size_v = 2, 32, 32
+    windows = LoadedWindows((WindowLayer("own.0", 0, layer, BLOCK, WINDOW - 1),))
+    for tokens, held in ((100, 47), (20, 20)):
+        there = torch.zeros(1, 2, held, 32)
+        whole = {"own.0.key": there, "own.0.value": there}
+        windows.expect(whole, tokens)
+        for wrong, said in (
+            ({"own.0.key": there}, r"own.0.value should be floats of .*, found None"),
+            (whole | {"own.0.key": there[:, :, 1:]}, f"own.0.key should be floats of .*, {held}, "),
+            (whole | {"own.0.key": there.long()}, "own.0.key should be floats"),
+            (whole | {"own.1.key": there}, "own.1.key is of no layer that vLLM keeps"),
         ):
-            pass
-
-    folder = drawn("gemma3")
-    written(folder, given["kv_policy"], texts[0][:60], tmp_path / "book.kv")
-    few = 12 * 2 * BLOCK * 512
-    starting(folder, "cannot be served", kv_cache_memory_bytes=few, max_model_len=64)
+            with pytest.raises(ValueError, match=said):
+                windows.expect(wrong, tokens)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "llama4"])

@@ -136,7 +136,7 @@ def _is_written(manager: "SingleTypeKVCacheManager", tokens: int) -> bool:
 
 def _blocks(manager: "SingleTypeKVCacheManager", request: str, tokens: int) -> list[KVCacheBlock]:
     columns, held = _columns(manager, tokens), manager.req_to_blocks[request]
-    found = held[columns.start : columns.stop]
+    found: list[KVCacheBlock] = held[columns.start : columns.stop]
     assert len(found) == len(columns), "a request has blocks for all of its tokens"
     assert not any(each.is_null for each in found), "vLLM keeps what later tokens attend to"
     return found
