@@ -31,7 +31,8 @@ FEATURES: Final = (
         "`--enable-prefix-caching`",
         slots=True,
         pages=True,
-        note="in pages of prefixes: what a request names, turns, and documents",
+        note="in pages of prefixes: what a request names, turns, and documents, the last not "
+        "beside chunks and states",
     ),
     Feature("chunked prefill", "`--max-num-batched-tokens`", slots=True, pages=True),
     Feature("several answers", "`n`", slots=True, pages=True),

@@ -248,9 +248,8 @@ def stored(config: VllmConfig, policy: KVPolicy, shape: CacheShape) -> VllmSlots
         device = torch.device(config.device_config.device_type)
         bases = None if policy.basis is None else Bases.of(policy.basis, shape, device)
         return VllmSlots(format, full, config, bases)
-    refused = refused_drafts(config, policy, plain=False)  # the shape decides what is plain
-    if refused is not None:
-        raise UnservableError(f"the policy {policy} cannot be served with {refused}")
+    _refuse(policy, refused_drafts(config, policy, plain=False))  # the shape decides what is plain
+    _refuse(policy, _refused_beside_kept(config))
     attach(config)
     register()
     cache = config.cache_config
@@ -267,9 +266,18 @@ def stored(config: VllmConfig, policy: KVPolicy, shape: CacheShape) -> VllmSlots
 
 
 def _check_beside(config: VllmConfig, policy: KVPolicy) -> None:
+    _refuse(policy, _refused_beside_kept(config))
+    if not kept_specs(config):
+        _refuse(policy, claim_folder(config, str(policy)))
+
+
+def _refused_beside_kept(config: VllmConfig) -> str | None:
     kept = kept_specs(config)
     states = any(isinstance(each, MambaSpec) for each in kept.values())
-    refused = refused_kept(config, states=states) if kept else claim_folder(config, str(policy))
+    return refused_kept(config, states=states) if kept else None
+
+
+def _refuse(policy: KVPolicy, refused: str | None) -> None:
     if refused is not None:
         raise UnservableError(f"the policy {policy} cannot be served with {refused}")
 
