@@ -194,6 +194,12 @@ def test_capacity_is_that_of_compressed_layers_beside_windows_as_vllm_has_them(
             {"enable_prefix_caching": True},
         ),
         (
+            "granite4",
+            "snapkv:budget=64",
+            "with speculative decoding in layers with states; omit the speculative_config",
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+        ),
+        (
             "gemma3",
             "snapkv:budget=64",
             "beside them without vLLM's hybrid KV cache manager; leave it enabled",
