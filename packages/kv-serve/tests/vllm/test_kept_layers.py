@@ -182,7 +182,6 @@ def test_capacity_is_that_of_compressed_layers_beside_windows_as_vllm_has_them(
     assert 0.97 * formula <= stated <= formula
 
 
-# Models with experts come first: an engine that failed leaves groups of processes without them.
 @pytest.mark.parametrize(
     ("name", "policy", "reason", "more"),
     [
