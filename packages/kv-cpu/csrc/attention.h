@@ -32,23 +32,24 @@ struct Format {
   int meta_bytes() const { return 4 * groups; }  // of a vector, or of those that share them
 };
 
-// The addresses of strips of kLanes equally spaced rows, by strip; null for other strips.
+// Strips of kLanes rows, those of a page equally spaced. A strip in one or two pages has the address
+// of its first row in each, and a head: its rows in the first page. The head of others is 0.
 struct Strips {
-  const uint8_t* data[kBlock / kLanes];
-  const uint8_t* meta[kBlock / kLanes];
+  int head[kBlock / kLanes];
+  const uint8_t *data[kBlock / kLanes][2], *meta[kBlock / kLanes][2];
 };
 
 // The vectors of up to kBlock tokens, by address, as few of them may be adjacent in pages. The last
 // one is repeated up to a multiple of kLanes.
 //
 // Kernels may read a format in strips: then the addresses of a strip's rows are given only if it
-// has none itself.
+// has no head.
 struct Rows {
   int count;
   const uint8_t* const* data;
   const uint8_t* const* meta;  // scales, then zero points; unused for plain numbers
   const Strips* strips;        // null if the addresses of all rows are given
-  int64_t step;                // bytes from row to row of a strip with an address
+  int64_t step;                // bytes from row to row of a page
 };
 
 // Adjacent bytes.

@@ -6,26 +6,63 @@
 namespace kv {
 namespace {
 
-// Addresses of `count` consecutive rows, from index `at` of a block on; if `strips` is not null, of
-// whole strips there.
-void list(const uint8_t* first, int64_t step, int at, int count, const uint8_t** strips,
-          const uint8_t** to) {
-  const int end = at + count;
-  while (at < end) {
-    if (strips && at % kLanes == 0)
-      for (; end - at >= kLanes; at += kLanes, first += kLanes * step) strips[at / kLanes] = first;
-    if (at == end) return;
-    const int stop = strips ? std::min(end, (at / kLanes + 1) * kLanes) : end;
-    if (strips) strips[at / kLanes] = nullptr;
-    for (; at < stop; ++at, first += step) to[at] = first;
+constexpr int kPagesAhead = 8;  // whose positions are prefetched, as each page has its own lines
+
+// Equally spaced rows of a page, and where their addresses are stored.
+struct Column {
+  const uint8_t* first;
+  int64_t step;
+  const uint8_t** rows;         // of a block, by row
+  const uint8_t* (*starts)[2];  // by strip
+};
+
+// Adds `count` rows to a strip that has rows of two or more pages: it loses its head, and all rows
+// have an address.
+__attribute__((noinline)) void scatter(const Column& column, int strip, int head, int inside,
+                                       const uint8_t* first, int count) {
+  const uint8_t** rows = column.rows + strip * kLanes;
+  const uint8_t* const* starts = column.starts[strip];
+  for (int i = 0; head && i < inside; ++i)
+    rows[i] = i < head ? starts[0] + i * column.step : starts[1] + (i - head) * column.step;
+  for (int i = 0; i < count; ++i) rows[inside + i] = first + i * column.step;
+}
+
+// Adds `count` rows of a page at index `at` of a block; see Rows.
+template <size_t kColumns>
+inline void add(const Column (&columns)[kColumns], int at, int count, Strips* strips) {
+  if (!strips) {
+    for (const Column& column : columns)
+      for (int i = 0; i < count; ++i) column.rows[at + i] = column.first + i * column.step;
+    return;
+  }
+  unsigned strip = unsigned(at) / kLanes, inside = unsigned(at) % kLanes;
+  for (int done = 0, some; done < count; done += some, inside = 0, ++strip) {
+    some = std::min(count - done, kLanes - int(inside));
+    int& head = strips->head[strip];
+    if (inside == 0) {
+      head = some;
+      for (const Column& column : columns)
+        column.starts[strip][0] = column.first + done * column.step;
+    } else if (int(inside) == head) {
+      for (const Column& column : columns)
+        column.starts[strip][1] = column.first + done * column.step;
+    } else {
+      for (const Column& column : columns)
+        scatter(column, strip, head, inside, column.first + done * column.step, some);
+      head = 0;
+    }
   }
 }
 
 // Repeats the last row, so that kernels can process whole vectors.
 void pad(Block& block) {
-  for (int i = block.count; i < padded(block.count); ++i)
-    for (const uint8_t** rows : {block.key, block.key_meta, block.value, block.value_meta})
-      rows[i] = rows[block.count - 1];
+  auto repeat = [&](const uint8_t** rows, const uint8_t** meta, const Strips* strips) {
+    if (strips && strips->head[(block.count - 1) / kLanes]) return;
+    for (int i = block.count; i < padded(block.count); ++i)
+      rows[i] = rows[block.count - 1], meta[i] = meta[block.count - 1];
+  };
+  repeat(block.key, block.key_meta, block.key_strips ? &block.key_strip : nullptr);
+  repeat(block.value, block.value_meta, block.value_strips ? &block.value_strip : nullptr);
 }
 
 }  // namespace
@@ -93,6 +130,15 @@ bool Cursor::from_pages(const Part& part, Block& block) {
     at_ = end_ = last_;
     return false;
   }
+  if (inside == 0 && part.position_offset >= 0 && column_ + kPagesAhead < width) {
+    const int64_t ahead = column_ + kPagesAhead;
+    const int64_t later =
+        part.table[table_row_ * width + (part.reverse ? width - 1 - ahead : ahead)];
+    if (later >= 0 && later < part.pages) {
+      const uint8_t* positions = part.data + later * part.page_step + part.position_offset;
+      for (int64_t i = 0; i < 4 * part.tokens; i += 64) __builtin_prefetch(positions + i, 0, 3);
+    }
+  }
   const uint8_t* at = part.data + page * part.page_step;
   const int64_t most = std::min(part.tokens - inside, end_ - at_);
   int64_t skipped = 0, count = std::min<int64_t>(most, kBlock - block.count);
@@ -115,24 +161,27 @@ bool Cursor::from_pages(const Part& part, Block& block) {
   if (count == 0) return true;
   const int64_t first = inside + skipped;
   if (places_ != Places::kSlots) {
-    auto add = [&](const Format& format, const int64_t* offset, Strips* strips, const uint8_t** rows,
-                   const uint8_t** meta, Spans& spans) {
+    auto list = [&](const Format& format, const int64_t* offset, bool in_strips, Strips& strips,
+                    const uint8_t** rows, const uint8_t** meta, Spans& spans) {
       const int step = format.bytes(), more = format.meta_bytes(), to = block.count;
       const uint8_t *from = at + offset[0] + first * step, *scales = at + offset[1] + first * more;
-      list(from, step, to, int(count), strips ? strips->data : nullptr, rows);
-      if (format.share > 1)
+      Strips* const whole = in_strips ? &strips : nullptr;
+      if (format.share > 1) {
+        add<1>({{from, step, rows, strips.data}}, to, int(count), whole);
         for (int i = 0; i < count; ++i)
           meta[to + i] = at + offset[1] + (first + i) / format.share * more;
-      else
-        list(scales, more, to, int(count), strips ? strips->meta : nullptr, meta);
+      } else {
+        add<2>({{from, step, rows, strips.data}, {scales, more, meta, strips.meta}}, to,
+               int(count), whole);
+      }
       if (!job_.kernels->strips) return;
       spans.add(from, from + count * step);
       if (more && format.share == 1) spans.add(scales, scales + count * more);
     };
-    add(part.key, part.offset, block.key_strips ? &block.key_strip : nullptr, block.key,
-        block.key_meta, block.key_spans);
-    add(part.value, part.offset + 2, block.value_strips ? &block.value_strip : nullptr, block.value,
-        block.value_meta, block.value_spans);
+    list(part.key, part.offset, block.key_strips, block.key_strip, block.key, block.key_meta,
+         block.key_spans);
+    list(part.value, part.offset + 2, block.value_strips, block.value_strip, block.value,
+         block.value_meta, block.value_spans);
   }
   block.run[block.runs++] = {slot + skipped, int(count)};
   block.count += int(count);
@@ -159,10 +208,10 @@ void Cursor::from_tensors(const Part& part, Block& block) {
     if (count == 0) continue;
     const int64_t key = part.key_step[2], value = part.value_step[2];
     if (places_ != Places::kSlots) {
-      list(keys + slot * key, key, block.count, count,
-           block.key_strips ? block.key_strip.data : nullptr, block.key);
-      list(values + slot * value, value, block.count, count,
-           block.value_strips ? block.value_strip.data : nullptr, block.value);
+      add<1>({{keys + slot * key, key, block.key, block.key_strip.data}}, block.count, count,
+             block.key_strips ? &block.key_strip : nullptr);
+      add<1>({{values + slot * value, value, block.value, block.value_strip.data}}, block.count,
+             count, block.value_strips ? &block.value_strip : nullptr);
       for (int64_t i = slot; job_.kernels->strips && i < stop; ++i) {
         block.key_spans.add(keys + i * key, keys + i * key + part.key.bytes());
         block.value_spans.add(values + i * value, values + i * value + part.value.bytes());

@@ -191,8 +191,9 @@ class Selection {
       const uint8_t* address[kBlock];
       for (int i = 0; i < padded(some); ++i)
         address[i] = from + (first + std::min(i, some - 1)) * step;
-      Strips strips{};
-      for (int i = 0; i + kLanes <= some; i += kLanes) strips.data[i / kLanes] = address[i];
+      Strips strips;
+      for (int i = 0, n = 0; i < some; i += kLanes, ++n)
+        strips.head[n] = std::min(kLanes, some - i), strips.data[n][0] = address[i];
       const Rows rows{some, address, address, in_strips ? &strips : nullptr, step};
       const int next = int(std::min<int64_t>(kBlock, count - first - some));
       const Span span{from + (first + some) * step, from + (first + some + next) * step};

@@ -154,6 +154,16 @@ def test_runs_that_fill_a_tile_or_not(case, near, stored, dim):
     assert_native(case(11, B=1, H=1, ragged=False, tiers=tiers, fresh=False, **shape), near)
 
 
+@pytest.mark.parametrize("page", [3, 7, 9, 15, 18, 28, 33])
+@pytest.mark.parametrize("key, value", [("8", "4"), ("4", "2"), ("2", "1"), ("bfloat16", "bfloat16")])
+@pytest.mark.parametrize("dim", [24, 64])
+@pytest.mark.parametrize("holes", [False, True])
+@pytest.mark.grid(3)
+def test_rows_of_a_tile_in_several_pages(case, near, page, key, value, dim, holes):
+    shape = {"D": dim, "Dv": dim, "G": 4, "L": 1, "group": dim, "stored": 150, "page": page}
+    assert_native(case(7, B=1, tiers=[(key, value)], holes=holes, **shape), near)
+
+
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("holes", [False, True])
 @pytest.mark.grid(3)
