@@ -27,6 +27,7 @@ NUMBER = re.compile(r"(?<![\w.,-])(\d[\d,]*(?:\.\d+)?)(?: (%))?(?![\w%]|\.\d)")
 STATED = {
     "gate": {"95 %": "what intervals are of"},
     "rotation": {"95 %": "what intervals are of"},
+    "ruler": {"95 %": "what intervals are of"},
     "peers": {"95 %": "what intervals are of", "78 %": "of policies", "88 %": "of policies"},
     "vllm_nll": {"95 %": "what intervals are of"},
     "vllm_throughput": {"1.9": "asked for", "5 %": "asked for"},
