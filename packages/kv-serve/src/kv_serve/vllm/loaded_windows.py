@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from kv_serve.vllm.config import UnservableError
@@ -88,6 +87,7 @@ class LoadedWindows:
             UnservableError: a layer has no window.
         """
         layers = config.compilation_config.static_forward_context
+        place = {name: i for i, name in enumerate(layers)}  # in the order of the model
         found: list[tuple[int, int, Attention, int, int]] = []
         if config.additional_config.get(DOCUMENTS) is None:
             return cls(())
@@ -103,9 +103,8 @@ class LoadedWindows:
                 layer = layers[name]
                 assert isinstance(layer, Attention), "it has keys and values"
                 if layer.kv_sharing_target_layer_name is None:
-                    index = extract_layer_index(name)
                     most = spec.sliding_window - 1
-                    found.append((index, number, layer, spec.block_size, most))
+                    found.append((place[name], number, layer, spec.block_size, most))
         found.sort(key=lambda each: each[0])  # a file counts the layers that it has, in order
         return cls(tuple(WindowLayer(f"own.{i}", *each[1:]) for i, each in enumerate(found)))
 
