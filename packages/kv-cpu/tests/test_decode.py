@@ -35,7 +35,7 @@ def assert_native(case, near):
     assert_same_output(case, "cpu", near)
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(st.integers(0, 99), STEPS, st.lists(st.tuples(NATIVE, NATIVE), max_size=3))
 def test_any_decode_step(case, near, seed, shape, tiers):
     assert_native(case(seed, tiers=tiers, **shape), near)

@@ -56,7 +56,7 @@ def assert_native(c, threads=1):
     return found
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(st.integers(0, 99), SHAPES, LENGTHS, st.sampled_from(DTYPES), TIERS)
 def test_any_prompt(case, isa, seed, shape, length, dtype, tiers):
     assert_native(case(seed, tiers=tiers, **shape | {"L": length, "dtype": dtype}))

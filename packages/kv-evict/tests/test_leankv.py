@@ -164,7 +164,7 @@ def carried_out(
     return sorted(tiers[0]), sorted(tiers[1])
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(
     scores=st.lists(st.integers(0, 20), min_size=1, max_size=12, unique=True),
     split=st.integers(0, 12),
