@@ -1,4 +1,4 @@
-"""Processes that are copies of one that has imported vLLM, which takes longer than a tiny engine."""
+"""Processes that are copies of one that has imported vLLM, which takes longer than an engine."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
