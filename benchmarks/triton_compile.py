@@ -186,14 +186,18 @@ def gate(layers: int, units: int) -> None:
     )
 
 
-def work(names: tuple[str, ...], machine: Machine) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Everything that launches kernels, by the format it is about."""
+def work(
+    names: tuple[str, ...], machine: Machine, shapes: bool
+) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Everything that launches kernels, by the format it is about, `shapes`: of others too."""
     for name in names:
         part = paged_part(pages_of(name), watched=True)
         yield name, partial(steps, part, machine)
         yield name, partial(prompts, part, machine)
         if name in PAGED:
             yield name, partial(pages, name)
+    if not shapes:
+        return
     k8v4, ranks = (paged_part(pages_of("k8v4", dims), watched=True) for dims in (SAME, RANKS))
     bf16, single = torch.bfloat16, torch.float32
     for name, step, prompt, dtype in (
@@ -218,11 +222,13 @@ def work(names: tuple[str, ...], machine: Machine) -> Iterator[tuple[str, Callab
         yield f"gate of {units} units", partial(gate, layers, units)
 
 
-def launches(names: tuple[str, ...], architecture: int) -> Iterator[tuple[str, Launch]]:
+def launches(
+    names: tuple[str, ...], architecture: int, shapes: bool
+) -> Iterator[tuple[str, Launch]]:
     """Every launch once: kernels that do not depend on a format are named with the first."""
     machine = Machine(f"sm_{architecture}", 132, True)
     known = set()
-    for name, doing in work(names, machine):
+    for name, doing in work(names, machine, shapes):
         for launch in launches_of(doing):
             key = (launch.name, *launch.kinds)
             if key not in known:
@@ -230,9 +236,13 @@ def launches(names: tuple[str, ...], architecture: int) -> Iterator[tuple[str, L
                 yield name, launch
 
 
-def measure(wanted: Wanted) -> list[Row]:
-    """Compile everything."""
-    every = [(arch, *each) for arch, names in wanted.items() for each in launches(names, arch)]
+def measure(wanted: Wanted, other_shapes: frozenset[int]) -> list[Row]:
+    """Compile everything, and other shapes for these architectures."""
+    every = [
+        (arch, *each)
+        for arch, names in wanted.items()
+        for each in launches(names, arch, arch in other_shapes)
+    ]
     return [
         {
             "kernel": launch.name,
@@ -249,9 +259,11 @@ def measure(wanted: Wanted) -> list[Row]:
 def main() -> None:
     """Compile, write the result, and fail where something does not fit."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few formats, and no file")
+    parser.add_argument(
+        "--quick", action="store_true", help="few formats, other shapes once, and no file"
+    )
     quick = parser.parse_args().quick
-    rows = measure(QUICK if quick else EVERYTHING)
+    rows = measure(QUICK, frozenset({90})) if quick else measure(EVERYTHING, frozenset(EVERYTHING))
     spills = [row for row in rows if row["spills"]]
     large = [row for row in rows if int(str(row["shared"])) > int(str(row["shared_most"]))]
     summary = {

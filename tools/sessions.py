@@ -144,11 +144,14 @@ def variables(session: nox.Session) -> dict[str, str]:
     Bytecode is kept even if Python is configured not to write it: many tests start a process, and
     compiling torch and transformers again takes longer than most of them. Environments share it:
     uv gives a file the same time in each, and by its time and size Python knows what it compiled.
+    That of this repository is not shared: jaxtyping names what it checks in one session as what is
+    imported beside it in another, where it is not checked.
     """
     cache = Path(session.cache_dir).resolve()
-    kept = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(cache / "bytecode")}
     mine = Path(session.virtualenv.location).resolve()
-    _share(cache / "bytecode" / mine.relative_to(mine.anchor), cache / "bytecode" / "shared")
+    own = cache / "bytecode" / mine.name
+    kept = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(own)}
+    _share(own / mine.relative_to(mine.anchor), cache / "bytecode" / "shared")
     return index_variables() | kept | {"KV_SERVE_CACHE": str(cache / "kv-serve")}
 
 

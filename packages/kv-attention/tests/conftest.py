@@ -1,17 +1,14 @@
 """A fixture of random paged caches."""
 
-import os
 import sys
 from collections.abc import Callable
 
 import pytest
-import torch
 
 from attention_cases import Case, random_case
-from kv_policy.interpreter import SWITCH
+from interpreted import interpret_without_gpu
 
-if not torch.cuda.is_available():  # triton reads this at import
-    os.environ[SWITCH] = "1"
+interpret_without_gpu()
 
 # Triton is only available for Linux.
 of_triton = [

@@ -35,7 +35,7 @@ def choosing(case: Case, seed: int, share: float, short: int = 0) -> Case:
     return replace(case, chosen=torch.rand(shape, generator=g) < share)
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(
     st.integers(0, 99),
     SHAPES,
@@ -49,7 +49,7 @@ def test_any_cache(room, seed, shape, tiers, share, short) -> None:
         assert_same_output(choosing(random_case(seed, tiers=tiers, **shape), seed, share, short))
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     st.integers(0, 99),
     WATCHED_SHAPES,

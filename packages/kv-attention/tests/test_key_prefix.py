@@ -23,7 +23,7 @@ DIMS = st.sampled_from([(3, 1), (8, 8), (17, 8), (24, 16)])
 TIERS = st.lists(st.tuples(FORMAT, st.just("prefix")), min_size=1, max_size=3)
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(st.integers(0, 99), SHAPES, DIMS, TIERS)
 @pytest.mark.parametrize("room", [1 << 19, 50])
 def test_any_cache(case, room, seed, shape, dims, tiers):

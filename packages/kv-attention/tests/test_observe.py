@@ -15,7 +15,7 @@ from kv_attention.gumbel import noise
 from kv_policy import Observe
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(
     st.integers(0, 99),
     OBSERVE,

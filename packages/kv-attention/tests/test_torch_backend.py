@@ -11,7 +11,7 @@ from attention_judge import FORMAT, SHAPES, TOLERANCE, assert_same_output
 from kv_policy import PagedTokens
 
 
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(st.integers(0, 99), SHAPES, st.lists(st.tuples(FORMAT, FORMAT), max_size=3))
 @pytest.mark.parametrize("room", [1 << 19, 50])
 def test_any_cache(case, room, seed, shape, tiers):

@@ -35,7 +35,7 @@ def assert_native(case, near):
     assert_same_output(case, "cpu", near)
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(st.integers(0, 99), STEPS, st.lists(st.tuples(NATIVE, NATIVE), max_size=3))
 def test_any_decode_step(case, near, seed, shape, tiers):
     assert_native(case(seed, tiers=tiers, **shape), near)
@@ -124,6 +124,7 @@ def test_large_heads_and_values_of_other_dimensions(case, near, dims, bits, soft
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("level", [-30.0, 3.0, 40.0])
+@pytest.mark.grid(3)
 def test_sinks_count_once_for_each_query_of_a_table_row_in_pieces(case, near, threads, level):
     tiers = [("8", "4"), ("4", "2"), ("float16", "float16")]
     c = case(3, B=2, D=64, Dv=64, L=1, tiers=tiers, stored=1200, page=16, scale=0.1, sinks=True)

@@ -24,7 +24,7 @@ def no_torch(near):
         yield
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.integers(0, 99), SHAPES, st.integers(2, MOST), DTYPES, TIERS)
 def test_any_few_queries(case, near, seed, shape, length, dtype, tiers):
     c = case(seed, tiers=tiers, **shape | {"L": length, "dtype": dtype})

@@ -56,7 +56,7 @@ def assert_native(c, threads=1):
     return found
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(st.integers(0, 99), SHAPES, LENGTHS, st.sampled_from(DTYPES), TIERS)
 def test_any_prompt(case, isa, seed, shape, length, dtype, tiers):
     assert_native(case(seed, tiers=tiers, **shape | {"L": length, "dtype": dtype}))
@@ -85,6 +85,7 @@ def test_large_heads_and_values_of_other_dimensions(case, isa, dtype, dims, soft
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("level", [-30.0, 3.0, 40.0])
+@pytest.mark.grid(3)
 def test_sinks_count_once_for_each_query(case, isa, threads, level):
     c = case(7, B=1, G=3, L=150, stored=300, page=16, D=64, Dv=64, scale=0.1, sinks=True)
     found = assert_native(replace(c, sinks=c.sinks + level), threads)

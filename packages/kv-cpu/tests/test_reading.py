@@ -93,7 +93,7 @@ def assert_same(found: PagedTokens, given: tuple, error: float) -> None:
             assert abs(of[page] - least) < error * (1 + abs(float(known.abs().amax())))
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.integers(0, 99), SHAPES, READINGS)
 def test_pages_are_those_of_the_definition(near, seed, shape, reading) -> None:
     q, pages, bounds = drawn(seed, **shape)

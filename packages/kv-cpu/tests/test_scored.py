@@ -108,7 +108,7 @@ def expect(chunk: Chunk) -> tuple[Tensor, ...]:
     return found
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     st.integers(0, 99),
     st.integers(1, 8),

@@ -34,7 +34,7 @@ def check(gate, view, **near):
     torch.testing.assert_close(gate.score(view), scores, rtol=2e-5, atol=1e-6)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     seed=st.integers(0, 99),
     dims=st.tuples(*[st.integers(1, 70)] * 2),

@@ -14,7 +14,7 @@ TIERS = [("8", "4"), ("4", "2"), ("float32", "float32")]
 STEPS = WATCHED_SHAPES.map(lambda shape: shape | {"L": 1})
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(st.integers(0, 99), OBSERVE, STEPS, st.lists(st.sampled_from(TIERS), max_size=2))
 def test_any_observation_of_a_decode_step(case, near, seed, observe, shape, tiers):
     assert_same_observation(case(seed, tiers=tiers, **shape), observe, near, "cpu")

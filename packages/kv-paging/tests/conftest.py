@@ -1,7 +1,6 @@
 """Tiers, compared with lists of their expected tokens."""
 
 import math
-import os
 import sys
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -10,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from interpreted import interpret_without_gpu
 from kv_paging import PagePool, PerHeadRankTiers, Tiers, fit
 from kv_policy import DROP, NOBODY, RawCodec, RunningMean, RunningSum, TokenFormat
-from kv_policy.interpreter import SWITCH
 
-if not torch.cuda.is_available():  # triton reads this at import
-    os.environ[SWITCH] = "1"
+interpret_without_gpu()
 
 collect_ignore = [] if sys.platform == "linux" else ["test_recompilation.py", "test_triton.py"]
 

@@ -31,7 +31,7 @@ def cases(draw: st.DrawFn, elements: st.SearchStrategy[float] = FLOATS):
 
 
 @given(cases())
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=120, deadline=None, derandomize=True)
 def test_bytes_and_vectors_are_those_of_the_oracle(case):
     codec, x = case
     data, back = coded(codec, x)
@@ -43,13 +43,13 @@ def test_bytes_and_vectors_are_those_of_the_oracle(case):
 
 
 @given(cases())
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=120, deadline=None, derandomize=True)
 def test_error_is_within_the_bound(case):
     expect_within_bound(*case)
 
 
 @given(cases(st.floats(-100, 100, width=32)), st.integers(-6, 6))
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 def test_a_power_of_two_and_a_sign_change_no_magnitude(case, power):
     codec, x = case
     x = torch.where(x.float().abs() < 1e-2, 1.0, x.float())  # no step is a denormal
@@ -58,7 +58,7 @@ def test_a_power_of_two_and_a_sign_change_no_magnitude(case, power):
 
 
 @given(cases(st.floats(-100, 100, width=32)))
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 def test_what_is_decoded_is_stored_exactly(case):
     codec, x = case
     back = codec.decode(codec.encode(x))

@@ -32,7 +32,7 @@ def cases(draw: st.DrawFn):
 
 
 @given(cases())
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=120, deadline=None, derandomize=True)
 def test_bytes_and_vectors_are_those_of_the_oracle(case):
     codec, x = case
     data, back = coded(codec, x)
@@ -50,7 +50,7 @@ def test_many_normal_blocks_agree_with_the_oracle(bits):
 
 
 @given(cases())
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=120, deadline=None, derandomize=True)
 def test_error_is_within_the_bound(case):
     expect_within_bound(*case)
 

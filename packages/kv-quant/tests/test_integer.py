@@ -37,7 +37,7 @@ def normal(n: int, dim: int, dtype: torch.dtype = torch.float32) -> torch.Tensor
 
 
 @given(cases())
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 def test_bytes_are_those_of_the_oracle(case):
     codec, x = case
     data = codec.encode(x)
@@ -48,7 +48,7 @@ def test_bytes_are_those_of_the_oracle(case):
 
 
 @given(cases())
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 def test_decoding_is_that_of_the_oracle(case):
     codec, x = case
     data, back = coded(codec, x)
@@ -66,13 +66,13 @@ def test_many_normal_vectors_agree_with_the_oracle(bits, group):
 
 
 @given(cases())
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 def test_error_is_within_the_bound(case):
     expect_within_bound(*case)
 
 
 @given(cases(st.floats(-3e4, 3e4, width=32)))
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 def test_bound_is_half_a_scale_of_the_span(case):
     # the documented bound, computed from the elements alone
     codec, x = case
@@ -201,7 +201,7 @@ def test_inputs_and_bytes_may_be_slices():
 
 
 @given(st.integers(1, 300), st.sampled_from(BITS), st.integers(0, 40))
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 def test_codes_take_their_bits_and_less_than_a_byte_more_per_plane(dim, bits, group):
     codec = IntegerCodec(dim, bits, group)
     planes = 2 if bits == 3 else 1

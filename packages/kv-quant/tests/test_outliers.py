@@ -62,7 +62,7 @@ def expected(codec: OutlierCodec, vector: list[float]) -> tuple[bytes, list[floa
 
 
 @given(cases())
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=120, deadline=None, derandomize=True)
 def test_bytes_and_vectors_are_those_of_the_oracle(case):
     codec, x = made(case)
     data, back = coded(codec, x)
@@ -75,13 +75,13 @@ def test_bytes_and_vectors_are_those_of_the_oracle(case):
 
 
 @given(cases())
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=120, deadline=None, derandomize=True)
 def test_error_is_within_the_bound(case):
     expect_within_bound(*made(case))
 
 
 @given(cases(st.integers(-20, 20).map(float)))
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 def test_no_other_choice_of_outliers_leaves_a_smaller_range(case):
     codec, x = made(case)
     first = sum(codec.each.parts)
@@ -97,7 +97,7 @@ def test_no_other_choice_of_outliers_leaves_a_smaller_range(case):
 
 
 @given(cases(st.floats(-100, 100, width=16)), st.sampled_from([1e3, -3e4]))
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 def test_one_more_spike_changes_nothing_else(case, spike):
     """An element beyond all others is exact, and the others are as if it were one of them."""
     sizes, _, x = case

@@ -111,7 +111,7 @@ def test_a_policy_that_is_not_installed_or_not_calibrated_is_left_out(memory: Mo
     assert not found & {"k9v9", "zack:rate=0.5"}
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(
     context=st.integers(64, 5000),
     room=st.integers(10**4, 10**8),

@@ -268,7 +268,7 @@ def roomy(folder: Path, tmp_path: Path) -> Path:
 def test_eval_runs_a_group_of_tasks_and_says_their_mean(roomy: Path, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     policy = "snapkv:budget=64,window=16+k8v4"
-    size = ("--length", 1600, "--samples", 3, "--setting", "agnostic", "--json", path)
+    size = ("--length", 1600, "--samples", 2, "--setting", "agnostic", "--json", path)
     result = run("eval", "--model", roomy, *size, "--tasks", "ruler", "--policy", policy)
     assert result.exit_code == 0, result.output
     rows = json.loads(path.read_text())["rows"]
@@ -278,7 +278,7 @@ def test_eval_runs_a_group_of_tasks_and_says_their_mean(roomy: Path, tmp_path: P
     for last, each in ((full, rows[:-2:2]), (mine, rows[1:-2:2])):
         assert last["score"] == pytest.approx(fmean(row["score"] for row in each))
         assert last["kv_bytes"] == pytest.approx(fmean(row["kv_bytes"] for row in each), abs=1)
-        assert last["samples"] == 3
+        assert last["samples"] == 2
     assert "kept_share" not in full
     assert mine["kept_share"] == pytest.approx(fmean(row["kept_share"] for row in rows[1:-2:2]))
     assert 64 / 1600 < mine["kept_share"] < 64 / 1200

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from forked import forked
 from kv_serve.cli import app
 
 pytestmark = pytest.mark.model
@@ -27,7 +28,8 @@ def test_answers_and_nats_come_from_engines(tmp_path: Path, given: str) -> None:
     file = tmp_path / "found.json"
     tasks = [f"--task={name}" for name in ("needle", "nll", "agreement")]
     sized = ("--length=700", "--samples=1", "--continuation=24", "--seed=1", f"--json={file}")
-    result = run(*tasks, *sized, "--host=vllm", f"--policy={given}")
+    with forked("kv_eval.vllm.asking"):
+        result = run(*tasks, *sized, "--host=vllm", f"--policy={given}")
     assert result.exit_code == 0, result.output
     found = json.loads(file.read_text())
     assert found["settings"]["host"] == "vllm"

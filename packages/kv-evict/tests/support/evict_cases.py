@@ -21,7 +21,7 @@ from kv_policy import (
     complete,
 )
 
-quick: Final[settings] = settings(max_examples=60, deadline=None, derandomize=True)
+quick: Final[settings] = settings(max_examples=30, deadline=None, derandomize=True)
 
 # Per sequence (two): the number of tokens, and how many of them were stored by earlier passes.
 LENGTHS: Final[tuple[int, int]] = (30, 11)

@@ -182,7 +182,10 @@ def main() -> None:
     """Start the engines one after the other."""
     asked = json.loads(sys.argv[1])
     os.environ |= asked["environment"]
-    sys.path.append(asked["support"])
+    sys.path.extend(asked["support"])
+    from interpreted import map_once
+
+    map_once()
     if asked["v2"]:
         import triton.backends
 

@@ -109,8 +109,8 @@ def by_chunks(folder: str, policy: str, prompt: Sequence[int], count: int) -> li
 def check_long(engine: "LLM", folder: str, policy: str, prompt: Sequence[int]) -> None:
     """Compare a prompt that is longer than the memory with transformers."""
     assert ends(engine)[0].manager.blocks_for(len(prompt)) > 2 * HELD
-    found, owned = run(engine, {"a": prompt}, 12)
-    assert found["a"] == by_chunks(folder, policy, prompt, 12)
+    found, owned = run(engine, {"a": prompt}, 6)
+    assert found["a"] == by_chunks(folder, policy, prompt, 6)
     assert owned == MOST
 
 
@@ -173,13 +173,13 @@ def gated(start: Start, smollm2: str) -> Iterator["LLM"]:
 
 @pytest.fixture
 def natural(smollm2: str) -> list[int]:
-    """Return six chunks of tokens of a natural text."""
+    """Return five chunks of tokens of a natural text."""
     from transformers import AutoTokenizer
 
     from kv_eval.tasks import default_text
 
     ids: list[int] = AutoTokenizer.from_pretrained(smollm2).encode(default_text().body)
-    return ids[: 6 * CHUNK]
+    return ids[: 5 * CHUNK]
 
 
 @pytest.mark.model

@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 
 import gpu_runner
+import interpreted
 import launches
 from transformed import by_transformers
 
-COUNT = 5
+COUNT = 3
 POLICIES = ("k8v4", "kv-compress:rate=2,floor=8+k8v4")
 GRAPHS = "FULL_AND_PIECEWISE"
 SLOW = ("k8v4", "raw", "snapkv:budget=16,window=4+k8v4", "leankv", "zack:file={},rate=0.4")
@@ -64,7 +65,7 @@ def run(folder: Path, model: str, engines: Mapping[str, Asked], *, v2: bool = Tr
         "v2": v2,
         "engines": given,
         "target": str(target),
-        "support": str(Path(launches.__file__).parent),
+        "support": [str(Path(each.__file__).parent) for each in (interpreted, launches)],
     }
     command = [sys.executable, str(Path(gpu_runner.__file__)), json.dumps(asked)]
     done = subprocess.run(

@@ -1,12 +1,13 @@
 """Two workers, each with one of the model's two KV heads, and two engines, each with all."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import pytest
 
+from forked import forked
 from transformed import by_transformers
 
 if TYPE_CHECKING:
@@ -20,15 +21,17 @@ POLICY = (
 )
 
 
-def test_two_workers_give_the_tokens_of_one_and_have_twice_the_room(
-    start: Start,
-    greedy: Greedy,
-    weights: str,
-    prompts: list[list[int]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture(autouse=True)
+def _forked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # vLLM would bind each worker to a NUMA node, but there may be only one.
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    with forked():
+        yield
+
+
+def test_two_workers_give_the_tokens_of_one_and_have_twice_the_room(
+    start: Start, greedy: Greedy, weights: str, prompts: list[list[int]]
+) -> None:
     options = {
         "tensor_parallel_size": 2,
         "kv_cache_memory_bytes": 1 << 20,  # per worker
@@ -50,16 +53,16 @@ def test_two_workers_give_the_tokens_of_one_and_have_twice_the_room(
 
 @pytest.mark.parametrize("policy", [POLICY, pytest.param("k8v4", marks=pytest.mark.slow)])
 def test_two_engines_side_by_side_both_give_the_tokens_of_one(
-    weights: str, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch, policy: str
+    weights: str, prompts: list[list[int]], policy: str
 ) -> None:
     from vllm import AsyncEngineArgs, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     settings = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
     given = AsyncEngineArgs(
         weights,
         data_parallel_size=2,
+        distributed_executor_backend="uni",  # no worker beside each engine
         kv_cache_memory_bytes=1 << 20,
         max_model_len=256,
         max_num_batched_tokens=512,

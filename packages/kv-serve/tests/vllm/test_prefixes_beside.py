@@ -202,22 +202,22 @@ def test_parts_and_turns_are_those_of_transformers(
 def test_prefixes_are_dropped_for_requests_that_lack_blocks(
     engine_of: Engines, texts: list[list[int]], turns: bool
 ) -> None:
-    few = {"kv_cache_memory_bytes": 40 * 2 * BLOCK * 512, "max_model_len": 320}
+    few = {"kv_cache_memory_bytes": 30 * 2 * BLOCK * 512, "max_model_len": 320}
     extra = {} if turns else {"kv_prefix": 61}
     with engine_of("gemma3", "snapkv:budget=64,window=4+k8v4", turns, **few) as engine:
-        books = [[i + 3, *texts[0][:60]] for i in range(24)]
+        books = [[i + 3, *texts[0][:60]] for i in range(14)]
         cold = []
         for each in books:
             cold += asked(engine, [[*each, 4, 5]], 6, **extra)
         kept = len(stored(engine).stored)
-        assert 0 < kept < 24
+        assert 0 < kept < 14
         again = []
         for each in reversed(books):
             again += asked(engine, [[*each, 4, 5]], 6, **extra)
         assert [ids for ids, _ in again] == [ids for ids, _ in reversed(cold)]
         if not turns:
             found = [read for _, read in again]
-            assert 0 < found.count(61) < 24
+            assert 0 < found.count(61) < 14
             assert found[0] == 61
         (longest,) = asked(engine, [texts[0][:300]], 19)  # takes what prefixes had
         assert len(longest[0]) == 19
@@ -229,7 +229,7 @@ def test_prefixes_are_dropped_for_requests_that_lack_blocks(
     ("name", "policy", "chunk", "blocks"),
     [
         ("gemma3", "streaming:budget=4096", 64, 60),
-        ("gemma3", "k8v4:window=8", 4096, 80),  # what is compressed depends on chunks
+        ("gemma3", "k8v4:window=8", 4096, 60),  # what is compressed depends on chunks
         ("gemma3_full", "kv-compress:rate=2,floor=16,short=true+k8v4", 64, 60),
         ("granite4", "snapkv:budget=64,window=8+k8v4", 4096, 18),
     ],
@@ -259,16 +259,16 @@ def test_requests_that_come_and_go_answer_as_alone(
         each = ends(probe)[1].memory.regions[:, 0].numel()
     with engine_of(name, policy, kv_cache_memory_bytes=blocks * each, **own) as engine:
         requests = {}
-        for i in range(30):
+        for i in range(18):
             book, begin = draw.choice(books), draw.randrange(60)
             prompt = book + texts[1][begin : begin + draw.randint(1, 30)]
             requests[f"{i}"] = prompt, len(book), draw.randint(1, 60)
         answers = arriving(engine, requests, draw)
-        assert len(answers) > 15
+        assert len(answers) > 9
         assert again or name == "granite4"  # of which few are admitted at once
         assert stored(engine).counts().hits > 3
         if "short" not in policy:  # what is kept depends on when blocks are short
-            for one in draw.sample(sorted(answers.keys() - again), 5):
+            for one in draw.sample(sorted(answers.keys() - again), 3):
                 prompt, mark, count = requests[one]
                 reset(engine)
                 assert asked(engine, [prompt], count, kv_prefix=mark) == [(answers[one], 0)]

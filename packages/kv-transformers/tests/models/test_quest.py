@@ -7,8 +7,8 @@ from torch import Tensor
 from kv_transformers import CompressedCache, passing
 from kv_transformers.models import LoadedModel, load_model
 
-PROMPT = 240
-STEPS = 10
+PROMPT = 160
+STEPS = 6
 
 
 @torch.inference_mode()
