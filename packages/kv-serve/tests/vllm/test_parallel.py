@@ -62,7 +62,6 @@ def test_two_engines_side_by_side_both_give_the_tokens_of_one(
     given = AsyncEngineArgs(
         weights,
         data_parallel_size=2,
-        distributed_executor_backend="uni",  # no worker beside each engine
         kv_cache_memory_bytes=1 << 20,
         max_model_len=256,
         max_num_batched_tokens=512,
