@@ -1,6 +1,7 @@
 """Codebooks for rotated coordinates: their levels, their bytes, and what they lose."""
 
 import math
+import struct
 from itertools import pairwise
 
 import pytest
@@ -125,12 +126,23 @@ def test_bytes_are_codes_and_a_scale(bits):
     assert data[0, -2:].view(torch.float16).item() == 3.0
 
 
-def test_kernels_leave_it_to_its_own_code():
-    codec = CodebookCodec(64, 4)
+@pytest.mark.parametrize("bits", BITS)
+def test_kernels_without_tables_leave_it_to_its_own_code(bits):
+    codec = CodebookCodec(64, bits)
     page = PageLayout.sized(TokenFormat(codec, codec), tokens=16)
     declined = described(page).declined
     assert declined is not None
     assert "is read and written by its own code" in declined
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_kernels_with_tables_have_its_levels(bits):
+    codec = CodebookCodec(64, bits)
+    page = PageLayout.sized(TokenFormat(codec, IntegerCodec(64, 3)), tokens=16)
+    found = described(page, planes=True)
+    assert found.declined is None
+    assert found.formats == (4, 64, bits, 64, 0, 64, 3, 64)
+    assert struct.unpack(f"={2**bits}d", struct.pack(f"={2**bits}q", *found.levels)) == LEVELS[bits]
 
 
 @pytest.mark.parametrize(
