@@ -1,3 +1,4 @@
+import math
 from itertools import pairwise
 from typing import Any
 
@@ -140,6 +141,9 @@ def test_levels_have_a_scale_and_no_zero() -> None:
     [
         ({"bits": 5}, "bits is 5; a code has 1, 2, 3, 4 or 8 bits"),
         ({"bits": 2, "levels": (1.0, 2.0)}, "levels are 2; codes of 2 bits have 4"),
+        ({"bits": 1, "levels": (1.0, 1.0)}, "levels are .1.0, 1.0.; use ascending ones"),
+        ({"bits": 1, "levels": (1.0, math.inf)}, "use ascending ones of at most 2..127 in size"),
+        ({"bits": 1, "levels": (math.nan, 1.0)}, "levels are .nan, 1.0.; use ascending ones"),
         ({"bits": 4, "dim": 0}, "dim is 0"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import Final
 
 
@@ -68,6 +69,7 @@ class BitLayout:
 
 
 WIDTHS: Final = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,), 1: (1,)}  # low bits of a code first
+MOST_LEVEL: Final = 2.0**127  # in size
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +99,19 @@ class PlaneLayout:
         """Check the sizes.
 
         Raises:
-            ValueError: there are no codes of this size, or not as many levels as codes.
+            ValueError: there are no codes of this size, not as many levels as codes, or levels that
+                do not ascend.
         """
         if self.bits not in WIDTHS:
             raise ValueError(f"bits is {self.bits}; a code has 1, 2, 3, 4 or 8 bits")
         if self.levels and len(self.levels) != 2**self.bits:
             raise ValueError(
                 f"levels are {len(self.levels)}; codes of {self.bits} bits have {2**self.bits}"
+            )
+        rises = all(a < b for a, b in pairwise(self.levels))
+        if not (rises and all(abs(level) <= MOST_LEVEL for level in self.levels)):
+            raise ValueError(
+                f"levels are {self.levels}; use ascending ones of at most 2**127 in size"
             )
 
     @property

@@ -14,6 +14,7 @@ from kv_policy.raw import RawCodec
 
 NUMBERS: Final = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}  # 0: integer codes
 LEVELS: Final = 4  # the kind of codes that stand for levels
+MOST_LEVELS: Final = 16  # of a codebook
 
 
 def unreadable(view: LayerView) -> str | None:
@@ -31,16 +32,17 @@ def _is_known(codec: Codec, *, blocks: bool, planes: bool) -> bool:
     layout = codec.layout
     if layout is None:
         return isinstance(codec, RawCodec) and codec.dtype in NUMBERS
-    if isinstance(layout, PlaneLayout) and not (planes and _has_known_scales(layout)):
+    if isinstance(layout, PlaneLayout) and not (planes and _is_native(layout)):
         return False
     records = codec.block // layout.tokens
     parts = tuple(records * part for part in layout.parts)
     return (blocks or codec.block == 1) and codec.parts == parts
 
 
-def _has_known_scales(layout: PlaneLayout) -> bool:
-    """Whether vectors have one scale each, if their codes stand for levels."""
-    return not layout.levels or (layout.groups == 1 and layout.tokens == 1)
+def _is_native(layout: PlaneLayout) -> bool:
+    """Whether vectors have one scale each and at most 16 levels, if their codes stand for levels."""
+    few = layout.groups == 1 and layout.tokens == 1 and len(layout.levels) <= MOST_LEVELS
+    return few or not layout.levels
 
 
 def _code_numbers(codec: Codec) -> tuple[int, int, int, int]:
