@@ -40,7 +40,7 @@ def _is_known(codec: Codec, *, blocks: bool, planes: bool) -> bool:
 
 
 def _is_native(layout: PlaneLayout) -> bool:
-    """Whether vectors have one scale each and at most 16 levels, if their codes stand for levels."""
+    """Whether codes stand for themselves, or for few levels and a vector has one scale."""
     few = layout.groups == 1 and layout.tokens == 1 and len(layout.levels) <= MOST_LEVELS
     return few or not layout.levels
 
