@@ -112,8 +112,6 @@ def test_an_explicit_name_is_refused_at_construction(
     "policy",
     [
         "snapkv:budget=20,window=8",
-        "snapkv:budget=20,window=8+k3v4",
-        "snapkv:budget=20,window=8+k4v3:levels=normal",
         compose(Exact(1), RAGGED),
         compose(parse("streaming:budget=20,sinks=2"), Exact(1, window=3), RAGGED),
     ],
