@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # nox does not add this folder t
 
 from tools.pages import commands
 from tools.release import order
+from tools.served import VLLM
 from tools.sessions import (
     BENCHMARKS,
     benchmark,
@@ -249,7 +250,9 @@ def upstream(session: nox.Session) -> None:
         session.error("give a version of vLLM on the package index, or a checkout: -- 0.33.0")
     install(session, "pip", groups=("upstream",))
     session.install("--no-deps", *editable(["kv-serve"]))
-    session.run("python", "-m", "tools.upstream", *session.posargs)
+    reports = Path(session.cache_dir).resolve() / "reports"
+    report = str(reports / f"upstream-{Path(*session.posargs).name}.json")
+    session.run("python", "-m", "tools.upstream", *session.posargs, "--report", report)
 
 
 @nox.session
@@ -437,8 +440,25 @@ def compile(session: nox.Session) -> None:
 
 @nox.session
 def vllm(session: nox.Session) -> None:
-    """Run the tests of the vLLM plugin inside a stock vLLM on the CPU."""
+    """Run the tests inside a stock vLLM on the CPU; `-- all` in all versions that are served."""
+    if session.posargs[:1] == ["all"]:
+        for version in VLLM:
+            session.notify(f"vllm-at({version})", session.posargs[1:])
+        return
     install_vllm(session, groups=("test", "model"))
+    inside_vllm(session)
+
+
+@nox.session(name="vllm-at")
+@nox.parametrize("version", VLLM, ids=VLLM)
+def vllm_at(session: nox.Session, version: str) -> None:
+    """Run the tests inside one version of vLLM; `vllm` calls it."""
+    install_vllm(session, groups=("test", "model"), version=version)
+    inside_vllm(session)
+
+
+def inside_vllm(session: nox.Session) -> None:
+    """Run the tests of the vLLM plugin in an environment that has it."""
     # By default xdist schedules files with few tests last, but those take longest here.
     folders = (f"packages/{name}/tests/vllm" for name in HOSTS)
     pytest(session, *folders, "--no-loadscope-reorder", checked=HOSTS)

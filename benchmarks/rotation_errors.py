@@ -4,7 +4,7 @@ Keys and values of a text are encoded and decoded in the coordinates of each bas
 queries attend to them; an error is that of the outputs of a layer's heads, relative to their norm,
 as a mean over layers. Means and pairs are of docstrings, the text is of Python's help topics.
 Beside `hadamard` are matrices that were not chosen: with random signs, in blocks of 16 dimensions,
-and a random rotation.
+and a random rotation. Scales of channels are of values, and of keys too.
 """
 
 import argparse
@@ -29,7 +29,12 @@ from kv_transformers.models import LoadedModel, load_model
 CONSOLE: Final = Console(stderr=True)
 TOKENS: Final = 512
 ASKING: Final = 64  # last queries
-FORMATS: Final = ("k4v4", "k4v2")
+FORMATS: Final = {
+    "k4v4": "k4v4",
+    "k4v2": "k4v2",
+    "outliers": "k4v4:outliers=1",
+    "bfp": "k4v4:levels=bfp,group=16",
+}
 BLOCK: Final = 16
 
 Bind = Callable[[int, CacheShape], LayerBasis]
@@ -57,6 +62,8 @@ def bases(dim: int, file: Path) -> Mapping[str, Bind]:
         ("hadamard", "hadamard"),
         ("centred", f"hadamard:file={file}"),
         ("pair", f"hadamard:file={file},pair=true"),
+        ("scaled", f"channel-scale:file={file}"),
+        ("scaled_keys", f"channel-scale:file={file},keys=true"),
     ):
         basis = parse(spec).basis
         assert basis is not None
@@ -102,8 +109,8 @@ def errors(loaded: LoadedModel, tokens: int, file: Path) -> Iterator[Row]:
         )
         layers = [*zip(seen.query, seen.key, seen.value, strict=True)]
         exact = [attended(None, LayerBasis(), each) for each in layers]
-        for form in FORMATS:
-            (coded,) = tier_formats(parse(form), shape)
+        for form, spec in FORMATS.items():
+            (coded,) = tier_formats(parse(spec), shape)
             for name, bind in bases(shape.key_dim, file).items():
                 off = [
                     float((attended(coded, bind(i, shape), each) - exact[i]).norm())

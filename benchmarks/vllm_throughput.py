@@ -12,7 +12,8 @@ against it, so rows have the rate while requests waited as well.
 Engines run eagerly unless --compiled is given: compiling speeds up what all have in common. Which
 policies count as lossless, and which as losing 5 %, is what `vllm_loaded` measured while memory was
 short, on needle and multikey by the rule of `kv_eval.calibrate.loss`. Other policies, short
-answers and where the time goes are in `vllm_parts`.
+answers and where the time goes are in `vllm_parts`. On a processor with AMX the result is
+`vllm_throughput_amx`.
 """
 
 from dataclasses import replace
@@ -25,6 +26,8 @@ from _vllm_load import Load
 from _vllm_process import Row, Rows, alternating, apart
 from _vllm_served import best, headline, losing, over_bf16, room_of
 from _vllm_ways import BF16, FP8, arguments, figure, with_basis
+
+from kv_cpu import runnable
 
 LONG = Load("long", 32, (1024, 4096), (1024, 1280))
 QUICK = Load("quick", 6, (128, 256), (24, 32))
@@ -48,7 +51,8 @@ def measure(
     if together is not None:
         room = replace(room, together=together)
     asked = {"ways": ways, "load": str(load), "room": str(room)}
-    rows = Rows("vllm_throughput", asked, quick=quick, minutes=minutes)
+    name = "vllm_throughput_amx" if "amx" in runnable() else "vllm_throughput"
+    rows = Rows(name, asked, quick=quick, minutes=minutes)
     about: Row = {
         "load": load.name,
         "requests": load.requests,

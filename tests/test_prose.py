@@ -30,6 +30,7 @@ STATED = {
     "peers": {"95 %": "what intervals are of", "78 %": "of policies", "88 %": "of policies"},
     "vllm_nll": {"95 %": "what intervals are of"},
     "vllm_throughput": {"1.9": "asked for", "5 %": "asked for"},
+    "vllm_throughput_amx": {"1.2": "asked for", "1.8": "asked for"},
     "zack_quality": {"69 %": "of the paper"},
     "docs/calibrate.md": {
         **dict.fromkeys(("0.05", "0.1", "0.5", "5 %", "20 %", "10 %", "1 %"), "the paper's grid"),

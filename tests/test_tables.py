@@ -12,7 +12,7 @@ from tools.tables.markdown import figures, number, renewed, said, shown
 from tools.tables.page import PAGES, RESULTS, ROOT, WRITERS, page_of, path_of, renew, result, tables
 
 # What no machine has measured yet.
-UNMEASURED = {"gpu", "ruler", "documents_joined", "methods", "recommend", "zack_folded"}
+UNMEASURED = {"gpu", "ruler", "documents_joined", "engine", "methods", "recommend", "zack_folded"}
 NAMES = sorted(path.stem for path in RESULTS.glob("*.json"))
 SMALL = "# Page\n\n| a |\n|---|\n| 1 |\n\nprose\n\n| b |\n|---|\n| 2 |\n"
 
@@ -70,6 +70,27 @@ def test_a_table_of_ruler_has_every_task_and_policy() -> None:
     ]
     assert scores.splitlines()[0] == "| task | the full cache | `k8v4` |"
     assert scores.splitlines()[3] == "| `qa_1` | 0.50 (0.25 to 0.75) | 0.50 (0.25 to 0.75) |"
+
+
+def test_a_table_of_engines_has_the_rows_of_each_kind() -> None:
+    same = {"policy": "k8v4", "tokens": 1200, "identical": 1199}
+    rows = [
+        {"kind": "drafts", **same, "drafted": 90, "accepted": 60},
+        {"kind": "offload", **same, "policy": "bf16", "cached": 5, "restored": 4}
+        | {"tokens_per_gib": 1024.4},
+        {"kind": "reading", "policy": "streaming", "tokens": 4096, "budget": 64, "chunk": 128}
+        | {"block_tokens": 16, "blocks": 6, "held": 512},
+        {"kind": "version", "version": "0.32.0", "passed": 7, "failed": 0, "skipped": 1},
+        {"kind": "upstream", "version": "0.33.0", "compared": 9, "differ": 0},
+    ]
+    result = {"name": "engine", "summary": {"vllm_versions": 1}, "rows": rows}
+    _, *tables = WRITERS["engine"](result, {"vllm_versions": "versions"})
+    assert [table.splitlines()[2:] for table in tables] == [
+        ["| `k8v4` | 1,200 | 1,199 | 90 | 60 |"],
+        ["| stock, `bf16` | 1,200 | 1,199 | 5 | 4 | 1,024 |"],
+        ["| `streaming` | 4,096 | 64 | 128 | 96 | 512 |"],
+        ["| 0.32.0 | 7 | 0 | 1 |  |  |", "| 0.33.0 |  |  |  | 9 | 0 |"],
+    ]
 
 
 def test_the_summary_is_that_of_the_results_and_lists_every_page() -> None:

@@ -19,9 +19,9 @@ def minutes(reports: Path) -> dict[str, float]:
     return dict(sorted(found.items(), key=lambda each: -each[1]))
 
 
-def count(reports: Path) -> tuple[int, int, int]:
-    """Count the tests that passed, failed (including errors) and were skipped."""
-    suites = [suite for path in sorted(reports.glob("*.xml")) for suite in suites_of(path)]
+def count(reports: Path, pattern: str = "*.xml") -> tuple[int, int, int]:
+    """Count the tests that passed, failed (including errors) and were skipped, in all reports."""
+    suites = [suite for path in sorted(reports.glob(pattern)) for suite in suites_of(path)]
     tests, failures, errors, skipped = (
         sum(int(suite.get(key, "0")) for suite in suites)
         for key in ("tests", "failures", "errors", "skipped")

@@ -21,6 +21,18 @@ START: Final = IMAGES / "start.svg"
 METHODS: Final = IMAGES / "methods"
 PEERS_SAMPLES: Final = 16
 GATE_SAMPLES: Final = 64
+ROTATIONS: Final = {
+    "plain": "no rotation",
+    "hadamard": "hadamard",
+    "centred": "hadamard:file=F",
+    "pair": "with pair=true",
+}
+SCALES: Final = {
+    "plain": "no scales",
+    "scaled": "channel-scale",
+    "scaled_keys": "with keys=true",
+    "hadamard": "hadamard",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,15 +268,9 @@ def formats(rows: Sequence[Row]) -> str:
     return svg(660, 26 + 34 * len(rows), "Bytes and errors of the codes of formats", parts)
 
 
-def rotated(rows: Sequence[Row]) -> str:
-    """Draw the errors of attention under formats, without a rotation and with each kind of it."""
-    names = {
-        "plain": "no rotation",
-        "hadamard": "hadamard",
-        "centred": "hadamard:file=F",
-        "pair": "with pair=true",
-    }
-    shown = [row for row in rows if row["basis"] in names]
+def mapped(rows: Sequence[Row], names: Mapping[str, str]) -> str:
+    """Draw the errors of attention under formats, plain and after each of the named maps."""
+    shown = [row for row in rows if row["format"] in ("k4v4", "k4v2") and row["basis"] in names]
     most = max(row["error"] for row in shown)
     parts = [words(165, 16, "relative error of attention outputs")]
     for i, row in enumerate(shown):
@@ -275,7 +281,7 @@ def rotated(rows: Sequence[Row]) -> str:
             words(150, y + 13, names[row["basis"]], "end"),
             *_error(row["error"], most, y + 3, colour),
         ]
-    return svg(660, 30 + 22 * len(shown), "Errors of attention by rotation", parts)
+    return svg(660, 30 + 22 * len(shown), "Errors of attention by what precedes a format", parts)
 
 
 def _error(error: float | None, most: float, y: float, colour: str) -> list[str]:
@@ -307,7 +313,9 @@ def pictures() -> dict[Path, str]:
         if row["kind"] in _DRAW:
             drawn[METHODS / f"{row['method']}.svg"] = _DRAW[row["kind"]](row)
     drawn[METHODS / "formats.svg"] = formats([row for row in rows if row["kind"] == "format"])
-    drawn[METHODS / "hadamard.svg"] = rotated(result("rotation_errors")["rows"])
+    errors = result("rotation_errors")["rows"]
+    drawn[METHODS / "hadamard.svg"] = mapped(errors, ROTATIONS)
+    drawn[METHODS / "channel-scale.svg"] = mapped(errors, SCALES)
     return drawn
 
 

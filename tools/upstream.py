@@ -8,6 +8,7 @@ every name that kv-serve imports from vLLM.
 
 import argparse
 import ast
+import json
 import subprocess
 import sys
 import tempfile
@@ -163,7 +164,9 @@ def main() -> int:
     """Print how a version differs; the exit status is 1 if it does, and 2 without sources."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("version", help="a version on the package index, or a checkout's folder")
-    given = parser.parse_args().version
+    parser.add_argument("--report", type=Path, help="a JSON file for how many were compared")
+    arguments = parser.parse_args()
+    given, report = arguments.version, arguments.report
     with tempfile.TemporaryDirectory() as kept:
         folder = Path(given)
         if not folder.is_dir():
@@ -184,6 +187,9 @@ def main() -> int:
         print(f"* {each}")
     count = len(lines()) + len(imported())
     print(f"of {count} interfaces and imported names, {len(found)} differ in vLLM {given}")
+    if report is not None:
+        report.parent.mkdir(parents=True, exist_ok=True)
+        report.write_text(json.dumps({"compared": count, "differ": len(found)}))
     return int(bool(found))
 
 

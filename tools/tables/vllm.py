@@ -1,6 +1,6 @@
 """Tables of vLLM engines."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from tools.tables import markdown
@@ -358,7 +358,60 @@ def vllm_documents(result: Row, said: Said) -> Iterator[str]:
     yield from markdown.by_policy(result, said, cells)
 
 
+def of_kind(rows: Iterable[Row], kind: str, cells: Mapping[str, str]) -> str:
+    """Write a line for each row of a kind: its cache, and the formats of `cells` by their heads."""
+    lines = (
+        (cache(row["policy"]), *(cell.format_map(row) for cell in cells.values()))
+        for row in rows
+        if row["kind"] == kind
+    )
+    return table(("cache", *cells), lines)
+
+
+def engine(result: Row, said: Said) -> Iterator[str]:
+    """Yield the figures, the rows of each kind, and the versions of vLLM."""
+    yield markdown.figures(result, said)
+    rows = result["rows"]
+    tokens = {"tokens": "{tokens:,}", "equal": "{identical:,}"}
+    drafted = {"drafted": "{drafted:,}", "accepted": "{accepted:,}"}
+    yield of_kind(rows, "drafts", tokens | drafted)
+    found = {"prompt tokens in memory": "{cached:,}", "from the host": "{restored:,}"}
+    held = {"tokens in a GiB of the host": "{tokens_per_gib:,.0f}"}
+    yield of_kind(rows, "offload", tokens | found | held)
+    peak = (
+        {**row, "peak": row["blocks"] * row["block_tokens"]}
+        for row in rows
+        if row["kind"] == "reading"
+    )
+    sizes = {"prompt": "{tokens:,}", "budget": "{budget:,}", "a chunk": "{chunk:,}"}
+    room = {"most that it held": "{peak:,}", "memory, uncompressed": "{held:,}"}
+    yield of_kind(peak, "reading", sizes | room)
+    yield versions(rows)
+
+
+def versions(rows: Sequence[Row]) -> str:
+    """Write what tests in each version of vLLM said, and the comparison of its sources."""
+    kinds = {"version": ("passed", "failed", "skipped"), "upstream": ("compared", "differ")}
+    known = {(row["version"], row["kind"]): row for row in rows if row["kind"] in kinds}
+    empty: Row = {}
+    lines = (
+        (
+            version,
+            *(
+                f"{row[key]:,}" if row else ""
+                for kind, keys in kinds.items()
+                for row in (known.get((version, kind), empty),)
+                for key in keys
+            ),
+        )
+        for version in dict.fromkeys(version for version, _ in known)
+    )
+    tests = (f"tests that {each}" for each in ("passed", "failed", "were skipped"))
+    return table(("vLLM", *tests, "interfaces and names compared", "differ"), lines)
+
+
 WRITERS: Final = {
+    "engine": engine,
     "hybrid_quality": hybrid_quality,
     "vllm_capacity": vllm_capacity,
     "vllm_documents": vllm_documents,
@@ -372,5 +425,6 @@ WRITERS: Final = {
     "vllm_soak": vllm_soak,
     "vllm_steps": vllm_steps,
     "vllm_throughput": vllm_throughput,
+    "vllm_throughput_amx": vllm_throughput,
     "vllm_trace": vllm_trace,
 }

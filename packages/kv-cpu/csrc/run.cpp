@@ -272,18 +272,38 @@ class Runner {
     float* factor = many.empty() ? few : many.data();
     Unseen unseen(*this, piece);
     Cursor cursor(job_, piece.table_row, piece.first, piece.last, fault_, Places::kSlots);
-    Block block;
-    while (cursor.next(block)) {
+    Block blocks[2];
+    Block *now = blocks, *next = blocks + 1;
+    for (bool more = cursor.next(*now); more; std::swap(now, next)) {
+      more = cursor.next(*next);
+      if (more && job_.renews) prefetch(piece.table_row, *next);
       const float* top = weights + kBlock * group;
       for (int g = 0; g < group; ++g) factor[g] = std::exp(top[g] - lse[g]);
       const float* at = weights;
-      for (int i = 0; i < block.runs; at += block.run[i++].count) {
-        unseen.until(block.part, block.run[i]);
-        observe(piece.table_row, block.part, block.run[i], at, factor);
+      for (int i = 0; i < now->runs;) {
+        Run run = now->run[i++];  // with those after it, up to a hole
+        for (; i < now->runs && now->run[i].slot == run.slot + run.count; ++i)
+          run.count += now->run[i].count;
+        unseen.until(now->part, run);
+        observe(piece.table_row, now->part, run, at, factor);
+        at += run.count;
       }
       weights += block_size();
     }
     unseen.rest();
+  }
+
+  // Fetches the scores and positions of a block, which are on lines of their own in each page.
+  void prefetch(int64_t table_row, const Block& block) const {
+    const Part& part = job_.parts[block.part];
+    for (int i = 0; part.paged && i < block.runs; ++i) {
+      const Run& run = block.run[i];
+      const uint8_t* page = part.page(table_row, run.slot);
+      const int64_t first = 4 * (run.slot % part.tokens), last = first + 4 * run.count - 1;
+      for (int64_t offset : {part.score, part.stored_position})
+        for (int64_t at = first; offset >= 0 && at < last + 64; at += 64)
+          __builtin_prefetch(page + offset + std::min(at, last), 1, 3);
+    }
   }
 
   // Zeros the slots of a piece's parts that no run names, and those after the last piece: results
@@ -364,7 +384,7 @@ class Runner {
     }
   }
 
-  // Updates the scores of a run, which lies in one page. The query counts for all stored tokens.
+  // Updates the scores of consecutive slots. The query counts for all stored tokens.
   void renew(int64_t table_row, const Part& part, const Run& run, const float* weights,
              const float* factor) const {
     const Watch& watch = job_.watches[0];
@@ -381,11 +401,15 @@ class Runner {
         given[i] = int32_t(std::clamp<int64_t>(place[(run.slot + i) * part.place_step[2]], -1,
                                                INT32_MAX));
     }
-    auto* page = const_cast<uint8_t*>(part.page(table_row, run.slot));
-    const int64_t row = run.slot % part.tokens;
-    const uint8_t* positions = part.stored_position < 0 ? reinterpret_cast<const uint8_t*>(given)
-                                                        : page + part.stored_position + 4 * row;
-    job_.kernels->renew(mass, run.count, positions, renewal, page + part.score + 4 * row);
+    for (int done = 0, count; done < run.count; done += count) {
+      const int64_t slot = run.slot + done, row = slot % part.tokens;
+      count = int(std::min<int64_t>(part.tokens - row, run.count - done));
+      auto* page = const_cast<uint8_t*>(part.page(table_row, slot));
+      const uint8_t* positions = part.stored_position < 0
+                                     ? reinterpret_cast<const uint8_t*>(given + done)
+                                     : page + part.stored_position + 4 * row;
+      job_.kernels->renew(mass + done, count, positions, renewal, page + part.score + 4 * row);
+    }
   }
 
   const Job& job_;

@@ -5,7 +5,16 @@ import torch
 
 from kv_policy import CacheShape, Formats, KVPolicy, PageLayout, TokenFormat, parse
 from kv_policy.testing import check_policy
-from kv_quant import ChannelCodec, CodebookCodec, IntegerCodec, IntegerFormat, RowsCodec, formats
+from kv_quant import (
+    BlockFloatCodec,
+    ChannelCodec,
+    CodebookCodec,
+    IntegerCodec,
+    IntegerFormat,
+    OutlierCodec,
+    RowsCodec,
+    formats,
+)
 
 BITS = (8, 4, 3, 2, 1)
 PAIRS = [(key, value) for key in BITS for value in BITS]
@@ -61,6 +70,8 @@ GOLDEN_GROUPS = {
 
 BYTES_AT_64 = {"k8v8": 136, "k8v4": 104, "k4v8": 104, "k4v4": 72, "k4v2": 56, "k4v1": 48}
 BYTES_AT_64 |= {"k4v3": 64, "k3v3": 56, "k4v4:levels=normal": 68, "k3v3:levels=normal": 52}
+BYTES_AT_64 |= {"k4v4:outliers=1": 78, "k3v3:outliers=2": 68, "k4v4:levels=normal,outliers=1": 74}
+BYTES_AT_64 |= {"k8v8:levels=bfp,group=32": 132, "k4v4:levels=bfp,group=16": 72}
 BYTES_AT_64 |= {"k2v2": 40, "k1v1": 24, "bf16": 256, "fp16": 256, "fp32": 512}
 
 
@@ -128,6 +139,33 @@ def test_levels_of_a_codebook_are_for_keys_and_values(name):
     assert str(part) == f"{name}:levels=normal"
 
 
+@pytest.mark.parametrize("name", ["k8v4", "k4v4", "k3v2"])
+def test_mantissas_share_exponents_in_groups(name):
+    part = parse(f"{name}:group=16,levels=bfp")
+    (tier,) = part.formats.bind(shape(64, 48))
+    assert tier.key == BlockFloatCodec(64, int(name[1]), 16)
+    assert tier.value == BlockFloatCodec(48, int(name[3]), 16)
+    assert part.capabilities.shares_prefixes
+    assert str(part) == f"{name}:group=16,levels=bfp"
+
+
+@pytest.mark.parametrize("name", ["k8v4", "k4v4", "k3v3", "k2v1"])
+def test_outliers_are_apart_in_keys_and_in_values(name):
+    part = parse(f"{name}:group=16,outliers=2")
+    (tier,) = part.formats.bind(shape(64, 48))
+    assert tier.key == OutlierCodec(IntegerCodec(64, int(name[1]), 16), 2)
+    assert tier.value == OutlierCodec(IntegerCodec(48, int(name[3]), 16), 2)
+    assert part.capabilities.shares_prefixes
+    assert part.capabilities.rolls_back
+    assert str(part) == f"{name}:group=16,outliers=2"
+
+
+def test_one_element_at_least_is_no_outlier():
+    (tier,) = formats.K4V4(outliers=3).bind(shape(1, 2))
+    assert tier.key == IntegerCodec(1, 4)
+    assert tier.value == OutlierCodec(IntegerCodec(2, 4), 1)
+
+
 def test_bytes_of_a_token_with_keys_per_channel():
     (tier,) = parse("k4v4:keys=channel").formats.bind(shape())
     assert tier.nbytes == 32 * 76
@@ -146,6 +184,11 @@ def test_bytes_of_a_token_with_keys_per_channel():
         formats.K3V3(keys="channel", block=5),
         formats.K4V4(levels="normal"),
         formats.K3V2(levels="normal", window=4),
+        formats.K4V4(levels="bfp"),
+        formats.K8V3(levels="bfp", group=7, outliers=1),
+        formats.K4V4(outliers=1),
+        formats.K3V3(outliers=2, levels="normal"),
+        formats.K8V4(outliers=1, group=5, window=3),
     ],
 )
 def test_the_contract_holds(policy):
@@ -182,8 +225,12 @@ def test_parameters_in_text():
         ("k8v4:bits=4", "k8v4 has no parameter 'bits'; its parameters: group, window, keys, block"),
         ("k4v4:levels=odd", "k4v4: levels=odd is refused"),
         ("k8v4:levels=normal", "there are codebooks of 4, 3, 2 and 1 bits, and none of 8"),
-        ("k4v4:levels=normal,group=8", "levels=normal is refused with keys=token and group=8"),
+        ("k4v4:levels=normal,group=8", "levels=normal is refused with group=8"),
+        ("k4v4:levels=bfp,keys=channel", "levels=bfp is refused with keys=channel"),
+        ("k4v1:levels=bfp", "there are mantissas of 8, 4, 3 and 2 bits, and none of 1"),
         ("k4v4:levels=normal,keys=channel", "levels=normal is refused with keys=channel"),
+        ("k4v4:outliers=-1", "k4v4: outliers=-1 is refused"),
+        ("k4v4:outliers=1,keys=channel", "outliers=1 is refused with keys=channel"),
         ("k8v4:keys=head", "k8v4: keys=head is refused"),
         ("k8v4:keys=channel,block=1", "k8v4: block=1 is refused"),
         ("k8v4:block=16", "k8v4: block=16 is refused: keys with a scale per token have no block"),

@@ -98,6 +98,26 @@ class Pairs:
             window.advance(position, total)
         self.pairs[at] = (raw, paged, total)
 
+    def lend(self) -> None:
+        """Exchange tokens in some layers alone, and put back what they replaced."""
+        raw, paged, seen = self.pairs[self.below(len(self.pairs))]
+        first = self.below(SHAPE.layers)
+        layers = slice(first, first + 1 + self.below(SHAPE.layers - first))
+        key, value, _ = self.fresh(len(seen), 1)
+        position, total = self.columns(seen, 1)
+        for window in (raw, paged):
+            before = window.position.clone()
+            old_key, old_value, _, score = window.exchange(
+                key[layers], value[layers], position, total, layers=layers
+            )
+            assert score is None
+            window.hold_newest(total)
+            held = window.position.gather(1, position.clamp(min=0) % self.size)
+            assert torch.equal(held.where(position >= 0, -1), position)
+            window.exchange(old_key, old_value, position, total, layers=layers)
+            window.hold_newest(seen)
+            assert torch.equal(window.position, before)
+
     def rescore(self) -> None:
         raw, paged, seen = self.pairs[self.below(len(self.pairs))]
         if self.scores:
@@ -166,7 +186,10 @@ class Pairs:
     seed=st.integers(0, 10**6),
     names=st.lists(
         st.sampled_from(
-            ("begin", "put", "exchange", "exchange", "accumulate", "rescore", "select", "join")
+            (
+                *("begin", "put", "exchange", "exchange", "lend", "lend"),
+                *("accumulate", "rescore", "select", "join"),
+            )
         ),
         max_size=12,
     ),
@@ -176,8 +199,12 @@ def test_both_windows_hold_the_same(
 ) -> None:
     pairs = Pairs(kind, size, scores, seed)
     for name in ("begin", "put", *names):
+        before = [raw.keys_of(slice(None)).clone() for raw, *_ in pairs.pairs]
         getattr(pairs, name)()
         pairs.check()
+        if name == "lend":
+            after = [raw.keys_of(slice(None)) for raw, *_ in pairs.pairs]
+            assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
     for _, paged, _ in pairs.pairs:
         paged.release()
     assert pairs.pool.free == pairs.pool.capacity

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from alone import Reader, left, right, sharp_model, steps
+from kv_runtime import PolicyCache
 from kv_transformers import CompressedCache
 from kv_transformers.cache_argument import passing
 
@@ -114,3 +115,67 @@ def test_drafts_of_another_model_are_taken_back(model) -> None:
     again = CompressedCache(model, "raw", backend="torch")
     lookup = model.generate(ids, **options, prompt_lookup_num_tokens=3, **passing(model, again))
     assert torch.equal(lookup, full)
+
+
+def count_drafts(monkeypatch: pytest.MonkeyPatch) -> tuple[list[bool], list[int]]:
+    """Return what will note drafts that are stored, and the arguments of crops."""
+    confirmed: list[bool] = []
+    cropped: list[int] = []
+    confirm, crop = PolicyCache.confirm, CompressedCache.crop
+
+    def noting(self, valid, tokens) -> None:
+        confirmed.append(True)
+        confirm(self, valid, tokens)
+
+    def cropping(self, columns) -> None:
+        cropped.append(int(columns))
+        crop(self, columns)
+
+    monkeypatch.setattr(PolicyCache, "confirm", noting)
+    monkeypatch.setattr(CompressedCache, "crop", cropping)
+    return confirmed, cropped
+
+
+DRAFTED = ("k4v2", "k4v2:window=6", "snapkv:budget=12,window=4+k4v2:window=4", "hadamard+k4v2")
+
+
+@pytest.mark.parametrize("policy", DRAFTED)
+@pytest.mark.parametrize("method", ["assistant", "lookup"])
+def test_assisted_answers_are_those_without_drafts(model, policy, method, monkeypatch) -> None:
+    confirmed, cropped = count_drafts(monkeypatch)
+    draft, ids = sharp_model(), torch.arange(3, 11).repeat(3)[None]
+    with torch.no_grad():
+        draft.lm_head.weight.add_(0.02 * torch.ones_like(draft.lm_head.weight).cumsum(0) / 101)
+    options = {"max_new_tokens": 20, "do_sample": False}
+    helped = {"assistant_model": draft} if method == "assistant" else {}
+    helped |= {"prompt_lookup_num_tokens": 3} if method == "lookup" else {}
+
+    def prefilled() -> CompressedCache:
+        cache = CompressedCache(model, policy, backend="torch")
+        with torch.no_grad():
+            model(ids[:, :-1], **passing(model, cache))
+        return cache
+
+    plain, cache = prefilled(), prefilled()
+    want = model.generate(ids, **options, **passing(model, plain))
+    got = model.generate(ids, **options, **helped, **passing(model, cache))
+    assert torch.equal(got, want)
+    assert confirmed
+    # A text that repeats may have no wrong ones, nor one that is stored almost as it is.
+    assert min(cropped) < 0 or method == "lookup" or policy == DRAFTED[-1]
+    assert cache.get_seq_length() == plain.get_seq_length()
+    assert torch.equal(cache.memory().tokens, plain.memory().tokens)
+    cache.runtime.batch.pool.check(cache.runtime.batch.pages())
+    fresh = CompressedCache(model, policy, backend="torch")
+    with pytest.raises(ValueError, match="read all of the prompt but its last token first"):
+        model.generate(ids, **options, assistant_model=draft, **passing(model, fresh))
+
+
+@pytest.mark.parametrize("policy", ["h2o:budget=12", "streaming:budget=12"])
+def test_drafts_under_other_policies_are_refused_by_a_sentence(model, policy) -> None:
+    ids = torch.arange(3, 11).repeat(3)[None]
+    cache = CompressedCache(model, policy, backend="torch")
+    with torch.no_grad():
+        model(ids[:, :-1], **passing(model, cache))
+    with pytest.raises(ValueError, match=r"cannot verify drafts, as .* generate without"):
+        model.generate(ids, max_new_tokens=9, prompt_lookup_num_tokens=3, **passing(model, cache))

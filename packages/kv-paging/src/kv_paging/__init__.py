@@ -19,6 +19,7 @@ from kv_paging.kernels import (
 )
 from kv_paging.key_bounds import bound_bytes
 from kv_paging.layouts import fit
+from kv_paging.marks import Mark
 from kv_paging.pool import PagePool
 from kv_paging.ragged import PerHeadRankTiers
 from kv_paging.ragged_store import PerHeadRankStore
@@ -34,6 +35,7 @@ __all__ = [
     "NONE",
     "CopiedRows",
     "DecodeStep",
+    "Mark",
     "NewTokens",
     "PageKernels",
     "PagePool",

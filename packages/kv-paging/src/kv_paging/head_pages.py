@@ -307,6 +307,22 @@ class HeadPages:
         freed, longest = torch.stack((lost, after.amax())).tolist()
         self._shorten(self.table_rows(), before, after, freed, longest, in_place=True)
 
+    def take_back(self, table_rows: Int[Tensor, " S"], length: Int[Tensor, " S"]) -> None:
+        """Remove the slots that were appended to table rows since they had these lengths.
+
+        Unlike `cut`, it copies no page that other rows hold, too: a row has written to its last one
+        already.
+        """
+        table_rows, before, wrong = self._named(table_rows)
+        after = before.minimum(length.long())
+        lost = (self._pages_for(before) - self._pages_for(after)).sum()
+        freed, longest = self._agree(wrong, lost, self._longest_if(table_rows, after))
+        self._shorten(table_rows, before, after, freed, longest, in_place=True)
+
+    def lengths_of(self, table_rows: Int[Tensor, " S"]) -> Int[Tensor, " S"]:
+        """Return a copy of the lengths of table rows."""
+        return self._length.view(-1)[table_rows].long()
+
     def expect_lengths(self, length: Int[Tensor, "*B"]) -> None:
         """Raise if these are not lengths of all sequences.
 

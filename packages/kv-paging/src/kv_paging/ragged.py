@@ -9,6 +9,7 @@ from torch import Tensor
 from kv_paging.checks import expect_shape
 from kv_paging.head_pages import HeadPages, expect_some
 from kv_paging.kernels import shared
+from kv_paging.marks import Mark
 from kv_paging.page_reservation import PageReservation
 from kv_paging.pool import PagePool
 from kv_paging.ragged_store import PerHeadRankStore
@@ -143,6 +144,11 @@ class PerHeadRankTiers(Sequences):
                     None if score is None else score[place],
                     None if position is None else position[place],
                 )
+
+    def marked(self, table_rows: Int[Tensor, " S"]) -> tuple[Mark, ...]:
+        """Mark where table rows of the first tier end, as `Tiers.marked`, for each kind."""
+        split = zip(self.each, self.kinds.split(table_rows), strict=True)
+        return tuple(mark for tiers, (_, own) in split if len(own) for mark in tiers.marked(own))
 
     def append_stored(
         self,

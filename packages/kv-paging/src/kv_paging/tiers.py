@@ -11,6 +11,7 @@ from kv_paging.checks import expect_shape
 from kv_paging.head_pages import expect_some
 from kv_paging.kernels import shared
 from kv_paging.layouts import expect_alike, waiting_layout
+from kv_paging.marks import Mark
 from kv_paging.page_reservation import PageReservation
 from kv_paging.pool import PagePool
 from kv_paging.residual import ResidualTier
@@ -187,6 +188,10 @@ class Tiers(Sequences):
         if len(source) != 1 or source[0] is None:
             raise ValueError(f"the source has {len(source)} kinds of heads, and tiers have one")
         self._members[tier].append_stored(table_rows, source[0], keep)
+
+    def marked(self, table_rows: Int[Tensor, " S"]) -> tuple[Mark, ...]:
+        """Mark where table rows of the first tier end, to take back what is appended next."""
+        return (Mark.of(self._members[0], table_rows),)
 
     def clear(self, sequences: Int[Tensor, " n"]) -> None:
         """Return all pages of finished sequences to the pool; the sequences remain, empty.

@@ -63,6 +63,13 @@ def error(
     return inside + (x.double() - inner).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
+def spread(per_group: Float[Tensor, "n groups"], group: int, dim: int) -> Float[Tensor, "n _"]:
+    """Expand the numbers of each group to its elements; one group broadcasts."""
+    if per_group.shape[1] == 1:
+        return per_group
+    return per_group.repeat_interleave(group, dim=1)[:, :dim]
+
+
 def pack(codes: UInt8[Tensor, "n D"], planes: PlaneLayout) -> UInt8[Tensor, "n stride"]:
     """Pack the codes of each vector into bytes."""
     each = planes.each

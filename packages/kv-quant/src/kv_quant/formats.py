@@ -1,15 +1,18 @@
 """The formats by name: keys and values in 8, 4, 3, 2 or 1 bits each, or in floating point."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Final, Literal
 
 import torch
 from msgspec import Meta
 
-from kv_policy import CacheShape, Capabilities, Formats, Part, TokenFormat, Uncompressed
+from kv_policy import CacheShape, Capabilities, Codec, Formats, Part, TokenFormat, Uncompressed
+from kv_quant.block_float import WIDTHS, BlockFloatCodec
 from kv_quant.blocks import ChannelCodec, RowsCodec
 from kv_quant.codebook import LEVELS, CodebookCodec
 from kv_quant.integer import IntegerCodec
+from kv_quant.outliers import OutlierCodec
 
 BLOCK: Final = 32  # the group of tokens in KIVI
 
@@ -24,12 +27,18 @@ class IntegerFormat(Part):
     as in KIVI (Liu et al., 2024, https://arxiv.org/abs/2402.02750). With `levels=normal` codes
     stand for the levels of a codebook for rotated coordinates, and a vector has its norm in place
     of a scale and a zero, as in TurboQuant (Zandieh et al., 2025, https://arxiv.org/abs/2504.19874).
+    With `levels=bfp` codes are signed mantissas that share a power of two, as in MX formats
+    (Rouhani et al., 2023, https://arxiv.org/abs/2310.10537). With `outliers` some elements of each
+    vector are kept apart in float16, as in KVQuant (Hooper et al., 2024,
+    https://arxiv.org/abs/2401.18079).
     """
 
     source: ClassVar[str] = (
         "LeanKV, Zhang et al., 2024, https://arxiv.org/abs/2412.03131, Eq. 2; keys=channel: KIVI, "
         "Liu et al., 2024, https://arxiv.org/abs/2402.02750; levels=normal: TurboQuant, Zandieh et "
-        "al., 2025, https://arxiv.org/abs/2504.19874"
+        "al., 2025, https://arxiv.org/abs/2504.19874; levels=bfp: Microscaling, Rouhani et al., "
+        "2023, https://arxiv.org/abs/2310.10537; outliers: KVQuant, Hooper et al., 2024, "
+        "https://arxiv.org/abs/2401.18079"
     )
     variants: ClassVar[tuple[str, ...]] = ()  # not searched, unless a subclass says so
     key_bits: ClassVar[int]
@@ -54,9 +63,18 @@ class IntegerFormat(Part):
         int, Meta(ge=2, description="tokens whose keys share scales, with keys=channel")
     ] = BLOCK
     levels: Annotated[
-        Literal["even", "normal"],
-        Meta(description="what codes stand for: even steps, or levels for rotated coordinates"),
+        Literal["even", "normal", "bfp"],
+        Meta(
+            description="what codes stand for: even steps, levels for rotated coordinates, or "
+            "signed mantissas that share a power of two (block floating point)"
+        ),
     ] = "even"
+    outliers: Annotated[
+        int,
+        Meta(
+            ge=0, description="elements of each vector kept apart in float16; not for keys=channel"
+        ),
+    ] = 0
 
     def __init_subclass__(cls, bits: tuple[int, int]) -> None:
         """Name the format after the bits of its keys and values."""
@@ -68,7 +86,7 @@ class IntegerFormat(Part):
         """Check the parameters.
 
         Raises:
-            ValueError: a value is out of range, or a block is set for keys with per-token scales.
+            ValueError: a value is out of range, or parameters contradict each other.
         """
         super().__post_init__()
         if self.keys == "token" and self.block != BLOCK:
@@ -76,25 +94,37 @@ class IntegerFormat(Part):
                 f"{self.name}: block={self.block} is refused: keys with a scale per token have no "
                 "block; remove it, or set keys=channel"
             )
+        if self.outliers and self.keys == "channel":
+            raise ValueError(
+                f"{self.name}: outliers={self.outliers} is refused with keys=channel: they are "
+                "kept apart in vectors with scales of their own; remove one of the two"
+            )
         if self.levels == "normal":
-            self._expect_vectors()
+            self._expect_widths(LEVELS, "there are codebooks of 4, 3, 2 and 1 bits")
+            if self.group:
+                raise ValueError(
+                    f"{self.name}: levels=normal is refused with group={self.group}: a codebook "
+                    "has one scale per token; remove the group, or levels=normal"
+                )
+        elif self.levels == "bfp":
+            self._expect_widths(WIDTHS, "there are mantissas of 8, 4, 3 and 2 bits")
 
-    def _expect_vectors(self) -> None:
-        """Check that a codebook can be used.
+    def _expect_widths(self, known: Collection[int], there_are: str) -> None:
+        """Check that keys and values have levels other than even steps.
 
         Raises:
-            ValueError: 8 bits, keys per channel, or groups.
+            ValueError: their widths are not among the known ones, or keys share scales per channel.
         """
         for bits in (self.key_bits, self.value_bits):
-            if bits not in LEVELS:
+            if bits not in known:
                 raise ValueError(
-                    f"{self.name}: levels=normal is refused: there are codebooks of 4, 3, 2 and 1 "
-                    f"bits, and none of {bits}; use such a format, or levels=even"
+                    f"{self.name}: levels={self.levels} is refused: {there_are}, and none of "
+                    f"{bits}; use such a format, or levels=even"
                 )
-        if self.keys != "token" or self.group:
+        if self.keys != "token":
             raise ValueError(
-                f"{self.name}: levels=normal is refused with keys={self.keys} and group="
-                f"{self.group}: a codebook has one scale per token; remove them, or levels=normal"
+                f"{self.name}: levels={self.levels} is refused with keys={self.keys}: channels of "
+                "a block have even steps; remove one of the two"
             )
 
     @property
@@ -113,21 +143,24 @@ class IntegerFormat(Part):
 
     def bind(self, shape: CacheShape) -> tuple[TokenFormat, ...]:
         """Return the codecs for keys and values of this shape."""
+        if self.keys == "channel":
+            channels = ChannelCodec(shape.key_dim, self.key_bits, self.block)
+            value = IntegerCodec(shape.value_dim, self.value_bits, self.group)
+            return (TokenFormat(channels, RowsCodec(value, self.block)),)
+        sizes = (shape.key_dim, self.key_bits), (shape.value_dim, self.value_bits)
+        return (TokenFormat(*(self._codec(dim, bits) for dim, bits in sizes)),)
+
+    def _codec(self, dim: int, bits: int) -> Codec:
+        """Return the codec of single vectors; one element at least is no outlier."""
+        each: Codec
         if self.levels == "normal":
-            codebooks = (
-                CodebookCodec(dim, bits)
-                for dim, bits in (
-                    (shape.key_dim, self.key_bits),
-                    (shape.value_dim, self.value_bits),
-                )
-            )
-            return (TokenFormat(*codebooks),)
-        value = IntegerCodec(shape.value_dim, self.value_bits, self.group)
-        if self.keys == "token":
-            key = IntegerCodec(shape.key_dim, self.key_bits, self.group)
-            return (TokenFormat(key, value),)
-        channels = ChannelCodec(shape.key_dim, self.key_bits, self.block)
-        return (TokenFormat(channels, RowsCodec(value, self.block)),)
+            each = CodebookCodec(dim, bits)
+        elif self.levels == "bfp":
+            each = BlockFloatCodec(dim, bits, self.group)
+        else:
+            each = IntegerCodec(dim, bits, self.group)
+        count = min(self.outliers, dim - 1)
+        return OutlierCodec(each, count) if count else each
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from kv_quant.affine import (
     expect_rows,
     expect_vectors,
     pack,
+    spread,
     unpack,
 )
 
@@ -118,6 +119,4 @@ class IntegerCodec:
 
     def _spread(self, per_group: Tensor) -> Tensor:
         """Expand the numbers of each group to its elements."""
-        if per_group.shape[1] == 1:
-            return per_group
-        return per_group.repeat_interleave(self.group, dim=1)[:, : self.dim]
+        return spread(per_group, self.group, self.dim)

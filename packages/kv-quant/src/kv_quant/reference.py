@@ -6,7 +6,7 @@ the tests compare both byte by byte.
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Final
 
@@ -68,6 +68,70 @@ def decode_levels(planes: PlaneLayout, levels: Sequence[float], data: bytes) -> 
     """Decode a vector to float32 numbers: the level of each code times the root mean square."""
     (scale,) = struct.unpack_from("<e", data, planes.stride)
     return [_float32(_float32(levels[_get(data, 0, planes, d)]) * scale) for d in range(planes.dim)]
+
+
+def encode_block_float(planes: PlaneLayout, vector: Sequence[float]) -> bytes:
+    """Encode a vector in block floating point: mantissas, then the exponent of each group."""
+    clean = [_clean(x) for x in vector]
+    codes, exponents, half = bytearray(planes.stride), bytearray(), 2 ** (planes.bits - 1)
+    for group in range(planes.groups):
+        dims = range(group * planes.group, min((group + 1) * planes.group, planes.dim))
+        largest = max(abs(clean[d]) for d in dims)
+        exponents.append(max(math.frexp(largest)[1] + 126, 0) if largest else 0)
+        for d in dims:
+            mantissa = round(clean[d] / _step(planes, exponents[-1]))
+            _set(codes, 0, planes, d, half + max(min(mantissa, half - 1), 1 - half))
+    return bytes(codes + exponents)
+
+
+def decode_block_float(planes: PlaneLayout, data: bytes) -> list[float]:
+    """Decode a vector to float32 numbers: each mantissa times the step of its group."""
+    half, exponents = 2 ** (planes.bits - 1), data[planes.stride :]
+    return [
+        (_get(data, 0, planes, d) - half) * _step(planes, exponents[d // planes.group])
+        for d in range(planes.dim)
+    ]
+
+
+def _step(planes: PlaneLayout, exponent: int) -> float:
+    return 2.0 ** (max(exponent - planes.bits + 2, 1) - 127)
+
+
+def encode_outliers(
+    encode: Callable[[Sequence[float]], bytes], vector: Sequence[float], count: int
+) -> bytes:
+    """Encode a vector with outliers: the others by `encode`, then indices, then float16 values."""
+    clean = [_clean(x) for x in vector]
+    order = sorted(range(len(clean)), key=lambda d: clean[d])
+
+    def others(small: int) -> list[int]:
+        return order[small : len(order) - count + small]
+
+    def span(small: int) -> float:
+        return _float32(clean[others(small)[-1]] - clean[others(small)[0]])
+
+    kept = others(min(range(count + 1), key=span))
+    low, high = clean[kept[0]], clean[kept[-1]]
+    apart = [d for d in order if d not in kept]
+    places = bytes(d & 255 for d in apart)
+    if len(clean) > 256:
+        places += bytes(d >> 8 for d in apart)
+    values = b"".join(struct.pack("<e", clean[d]) for d in apart)
+    return encode([min(max(x, low), high) for x in clean]) + places + values
+
+
+def decode_outliers(
+    decode: Callable[[bytes], list[float]], data: bytes, dim: int, count: int
+) -> list[float]:
+    """Decode a vector to float32 numbers: the others by `decode`, with the outliers in place."""
+    width = 1 if dim <= 256 else 2
+    split = len(data) - (width + 2) * count
+    places, values = data[split : split + width * count], data[split + width * count :]
+    vector = decode(data[:split])
+    for i in range(count):
+        d = sum(places[i + count * byte] << 8 * byte for byte in range(width))
+        (vector[d],) = struct.unpack_from("<e", values, 2 * i)
+    return vector
 
 
 def _set(codes: bytearray, start: int, planes: PlaneLayout, d: int, code: int) -> None:

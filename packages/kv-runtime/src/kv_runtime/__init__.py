@@ -30,6 +30,7 @@ from kv_runtime.layout import Layout
 from kv_runtime.measure import HeldCopy, Measured, Meter, RequestHeld, held_by
 from kv_runtime.memory import MemoryReport
 from kv_runtime.outermost import Outermost
+from kv_runtime.pending import TokenVectors, unlike_drafts
 from kv_runtime.prefixes import PrefixPages, StoredPrefixes, appends_only
 from kv_runtime.replay import ReplayChunk, Rereading
 from kv_runtime.requests import RequestBatch, RequestRows, RequestStep
@@ -85,6 +86,7 @@ __all__ = [
     "StoredPrefixes",
     "Tally",
     "TokenRows",
+    "TokenVectors",
     "TurnCounts",
     "appends_only",
     "backend_for",
@@ -114,5 +116,6 @@ __all__ = [
     "same_maps",
     "serving",
     "split_requests",
+    "unlike_drafts",
     "widened",
 ]

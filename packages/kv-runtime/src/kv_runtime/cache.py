@@ -35,6 +35,7 @@ from kv_runtime.forward_pass import Forward, Pass
 from kv_runtime.joined import checked_states
 from kv_runtime.layout import Layout
 from kv_runtime.memory import MemoryReport
+from kv_runtime.pending import PendingTokens, Tentative, TokenVectors, Verified
 from kv_runtime.replay import ReplayChunk, Rereading, WaitingPrompts
 from kv_runtime.retain.keep_all import KeepAll
 from kv_runtime.retain.selected import KeepSelected
@@ -169,6 +170,7 @@ class PolicyCache:
         self._places: tuple[Int[Tensor, "B H W"] | None, ...] = ()  # of the same tokens, if read
         self._shared: SharedLayer | None = None
         self._waiting: WaitingPrompts | None = None
+        self._verified: Verified | None = None  # the last pass, if it had drafts
 
     @property
     def replay(self) -> Replay | None:
@@ -229,6 +231,7 @@ class PolicyCache:
         self._keeper.prepare(batch, now)
         batch.update_bounds(now.whole)
         self.batch, self._pass, self._next_layer = batch, now, 0
+        self._verified = None
         self._alone = self._order = self._views = None
         self._places = ()
         self._goes_on = now.whole.is_partial_prefill
@@ -412,6 +415,106 @@ class PolicyCache:
             self.bases.finish_rows(layer, into, output[rows])
         self.keep(layer, keys, values, result)
         return True
+
+    def begin_drafts(self, drafts: Sequence[Bool[Tensor, "B 1"]]) -> None:
+        """Let drafts follow the tokens of a decode pass, after `begin`.
+
+        Args:
+            drafts: for each further column, which sequences have a draft there; one with a draft
+                has a token in every column before.
+
+        Raises:
+            RuntimeError: `begin` was not called.
+            ValueError: drafts would not be attended as decoded tokens, see `unlike_drafts`.
+        """
+        now, _ = self._expect(0)
+        checks.check_drafts(self.policy)
+        self._verified = Verified.of(now.whole, drafts)
+
+    def attend_drafts(
+        self,
+        layer: int,
+        tokens: Sequence[
+            tuple[Float[Tensor, "B H G 1 D"], Float[Tensor, "B H 1 D"], Float[Tensor, "B Hv 1 Dv"]]
+        ],
+        scale: float,
+        softcap: float | None = None,
+        sinks: Float[Tensor, "H G"] | None = None,
+        *,
+        more: bool = False,
+    ) -> list[Float[Tensor, "B Hv Gv 1 _"]]:
+        """Attend to the drafts of a layer, before `attend` does to the tokens they follow.
+
+        A draft attends to the tokens before it as decode steps would have stored them. The layer
+        holds the same bytes before and after.
+
+        Args:
+            layer: the layer.
+            tokens: queries, keys and values of each column, that of `attend` first.
+            scale: as for `attend`.
+            softcap: the same.
+            sinks: the same.
+            more: the same.
+
+        Returns:
+            The attention of each column but the first; 0 where a sequence has no draft.
+
+        Raises:
+            RuntimeError: `begin_drafts` was not called, or layers are out of order.
+            kv_paging.PoolExhausted: a fixed pool is too small for the drafts.
+        """
+        _, batch = self._expect(layer)
+        if self._verified is None:
+            raise RuntimeError("drafts attend, but a call of begin_drafts() was expected")
+        if self.bases is not None:
+            checks.check_shift(self.policy, self.bases.key_maps[layer], softcap, sinks)
+            sinks = by_stored_head(self.bases.queries(layer, tokens[0][0]), sinks)
+        held, found, vectors = Tentative(batch, layer), [], []
+        passes = self._verified.passes
+        for i, (now, given) in enumerate(zip(passes, tokens, strict=True)):
+            query, key, value = given
+            if self.bases is not None:
+                query = self.bases.queries(layer, query)
+                key, value = self.bases.keys(layer, key), self.bases.values(layer, value)
+            vectors.append(TokenVectors(key, value, *given[1:]))
+            if i:
+                held.store(passes[i - 1], vectors[i - 1])
+                options = scale, (Observe(),), self.backend, softcap, sinks
+                out = attended(batch, now, layer, (query, key, value), *options).out
+                dim = given[2].shape[-1]
+                found.append(out if self.bases is None else self.bases.undone(layer, out, dim))
+        held.end()
+        if not more:
+            self._verified.layers.append(tuple(vectors[1:]))
+        return found
+
+    def drafted(self, sequence: int, first: int, count: int) -> PendingTokens:
+        """Return the drafts of a sequence in the last pass, for `confirm`.
+
+        Args:
+            sequence: its number.
+            first: tokens of the request before the drafts.
+            count: its drafts.
+        """
+        assert self._verified is not None, "the pass had drafts"
+        return self._verified.pending(sequence, first, count)
+
+    def confirm(self, valid: Bool[Tensor, "B 1"], tokens: TokenVectors) -> None:
+        """Store drafts that were right, one of each sequence, as a decode pass would have.
+
+        Args:
+            valid: which sequences have one.
+            tokens: the drafts in all layers; those of other sequences are ignored.
+
+        Raises:
+            kv_paging.PoolExhausted: a fixed pool is too small for the new tokens.
+        """
+        self.begin(valid, prompt=False, counted=False)
+        for layer in range(self.shape.layers):
+            each = tokens.layer(layer)
+            nothing = Attended(each.own_value[:, :, None])
+            self.keep(layer, each.key, each.value, nothing, None, (each.own_key, each.own_value))
+        self.count()
 
     def _by_position(self, chosen: Bool[Tensor, "B Lq T"]) -> Bool[Tensor, "B Lq T"]:
         """Return which tokens are chosen in the current pass, by position."""

@@ -8,6 +8,7 @@ from torch import Tensor
 from kv_policy import Budget, CacheShape, HeadBasis, KVPolicy, Replay, TokenFormat, complete
 from kv_runtime.bases import Folded
 from kv_runtime.batch import Batch
+from kv_runtime.pending import unlike_drafts
 from kv_runtime.shared_layer import SharedLayer
 
 
@@ -296,6 +297,20 @@ def check_branch(batch: Batch | None, *, over_shared: bool, goes_on: bool) -> No
         raise ValueError(
             "a sequence is continued in another cache if it has tokens of a finished prompt, over "
             "a pool that both share; use copy.deepcopy for a cache with a pool of its own"
+        )
+
+
+def check_drafts(policy: KVPolicy) -> None:
+    """Raise if drafts would not be attended as decoded tokens.
+
+    Raises:
+        ValueError: they would not.
+    """
+    why = unlike_drafts(policy)
+    if why is not None:
+        raise ValueError(
+            f"{policy} cannot verify drafts, as {why}; use a policy that plans after prompts "
+            "alone, such as snapkv"
         )
 
 

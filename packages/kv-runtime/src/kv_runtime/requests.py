@@ -1,12 +1,12 @@
 """The requests of an engine over one page pool: separate prefill, batched decode."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Final
+from typing import Final, TypeAlias
 
 import torch
 from jaxtyping import Float, Int
@@ -15,12 +15,15 @@ from torch import Tensor
 from kv_paging import PoolExhausted
 from kv_policy import Budget
 from kv_runtime.cache import PolicyCache
+from kv_runtime.drafted_rows import DraftedRows
 from kv_runtime.fixed_rows import FixedRows
 from kv_runtime.measure import HeldCopy, RequestHeld, held_numbers
+from kv_runtime.pending import PendingTokens, TokenVectors
 from kv_runtime.prefixes import StoredPrefixes, appends_only
 from kv_runtime.token_rows import TokenRows
 
 NOTHING: Final[Mapping[str, int]] = MappingProxyType({})
+Part: TypeAlias = TokenRows | FixedRows | DraftedRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +40,17 @@ class RequestStep:
     base: int | None = None  # a stored prefix that the request continues, in its first step
     boundary: int | None = None  # tokens that are compressed before later ones are read
     keep: int | None = None  # the number under which the state after the step is stored
+    drafts: int = 0  # the last of the step's tokens that may be wrong; a later step tells
 
     @property
     def starts(self) -> bool:
         """Whether the request starts, also after a preemption."""
         return self.computed == 0 or self.base is not None
+
+    @property
+    def known(self) -> int:
+        """The step's tokens that are no drafts."""
+        return self.tokens - self.drafts
 
     @property
     def is_prefill(self) -> bool:
@@ -51,7 +60,7 @@ class RequestStep:
     @property
     def is_partial_prefill(self) -> bool:
         """Whether a later step reads more tokens before they are compressed."""
-        reached, stop = self.computed + self.tokens, self.prompt
+        reached, stop = self.computed + self.known, self.prompt
         if self.boundary is not None and self.computed < self.boundary:
             stop = min(stop, self.boundary)
         return reached < stop
@@ -59,7 +68,7 @@ class RequestStep:
     @property
     def ends_prefill(self) -> bool:
         """Whether the whole prompt has been read after the step."""
-        return self.is_prefill and self.computed + self.tokens >= self.prompt
+        return self.is_prefill and self.computed + self.known >= self.prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +94,9 @@ class RequestBatch:
     every layer in order, and `end`; then it reads `held` and `failed`. An error in one request, for
     example in a policy, ends only that request.
 
+    A step may verify drafts of requests. Their caches hold none of them until a later step of the
+    request goes on after those that were right: `confirm` stores these, at the latest in `open`.
+
     After `fix` a forward pass of decoding requests may be captured: `capture` in place of `attend`.
     Where it is launched again, a step calls `begin`, `open` and `end` alone.
 
@@ -99,6 +111,7 @@ class RequestBatch:
         attended: whether the tokens of the step went through all layers, or there are none.
         failed: serials of failed requests that have not been freed.
         prefixes: states of requests at boundaries.
+        pending: drafts of decoding requests, by name.
         replayed: whether a captured step was launched in place of the layers, as far as the host
             knows: none has attended, and all could.
     """
@@ -110,18 +123,20 @@ class RequestBatch:
     decoding: PolicyCache | None = None
     names: list[str] = field(default_factory=list)
     _steps: Mapping[int, RequestStep] = field(default_factory=dict)  # of the current step
-    _parts: list[TokenRows | FixedRows] = field(default_factory=list)  # of the current step
+    _parts: list[Part] = field(default_factory=list)  # of the current step
     _lost: list[slice | Tensor | int] = field(default_factory=list)  # rows of failed requests
     _more: bool = False  # a layer of the model will read the keys of the last one
     attended: bool = True
     serials: dict[str, int] = field(default_factory=dict)
     failed: dict[str, int] = field(default_factory=dict)
     prefixes: StoredPrefixes = field(default_factory=StoredPrefixes)
+    pending: dict[str, PendingTokens] = field(default_factory=dict)
     replayed: bool = False
     _fixed: FixedRows | None = None  # None: the memory of decoding requests changes its place
     _opened: bool = False  # the rows of the current step are known
     _begun: bool = False  # a layer has attended in the current step
     _stepped: bool = False  # requests decode in the current step
+    _right: dict[str, Sequence[TokenVectors]] = field(default_factory=dict)  # while confirming
 
     def begin(
         self,
@@ -129,6 +144,7 @@ class RequestBatch:
         gone: Iterable[str],
         kept: Mapping[str, int] = NOTHING,
         dropped: Collection[int] = (),
+        reached: Mapping[str, int] = NOTHING,
     ) -> None:
         """Begin a step, and free the requests that ended or restart.
 
@@ -137,7 +153,9 @@ class RequestBatch:
             gone: requests that finished, were cancelled or preempted.
             kept: numbers under which the states of requests that finished are stored.
             dropped: prefixes to release.
+            reached: tokens of requests in `kept`, which tell what is right of their drafts.
         """
+        self.confirm(reached)
         for name, number in kept.items():
             if name in self.names and name not in self.failed:
                 assert self.decoding is not None, "it has the sequences of these names"
@@ -149,6 +167,45 @@ class RequestBatch:
         again = (step.request for step in steps.values() if step.starts)
         self._drop({*gone, *kept, *again})
         self.serials |= {step.request: step.serial for step in steps.values()}
+        self.pending = {name: x for name, x in self.pending.items() if name in self.names}
+
+    def confirm(self, reached: Mapping[str, int] | None = None) -> None:
+        """Store the drafts that were right, and drop the others.
+
+        Args:
+            reached: tokens of requests that are right; None: those of the current step.
+        """
+        if reached is None:
+            reached = {each.request: each.computed for each in self._steps.values()}
+        for name in reached.keys() & self.pending.keys():
+            pending = self.pending.pop(name)
+            if name not in self.names:
+                continue
+            try:
+                right = pending.right(reached[name])
+            except ValueError as error:
+                self._note(name, error)
+                self._let_go({name})
+                continue
+            if right:
+                self._right[name] = right
+        if not self._right:
+            return
+        while self._right and self.decoding is not None:
+            self._confirm_one_each(self.decoding)
+        self._right = {}
+        self._expel()
+
+    def _confirm_one_each(self, cache: PolicyCache) -> None:
+        """Store the first draft of each request that has some left."""
+        some = next(iter(self._right.values()))[0]
+        each = [self._right.get(name, (some,))[0] for name in self.names]
+        valid = torch.tensor([[name in self._right] for name in self.names])
+        self._right = {name: rest for name, (_, *rest) in self._right.items() if rest}
+        try:
+            cache.confirm(valid.to(self.empty.device), TokenVectors.joined(each))
+        except Exception as error:
+            self._fail(cache, error)
 
     def compress(self) -> set[str]:
         """Compress the decoding requests as far as the policy allows; return their names."""
@@ -211,6 +268,7 @@ class RequestBatch:
         """
         if not self._opened:
             self._opened = True
+            self.confirm()
             self._open(rows)
 
     def are_of_step(self, rows: RequestRows) -> bool:
@@ -231,10 +289,18 @@ class RequestBatch:
                 self.decoding.count()
             except Exception as error:
                 self._fail(self.decoding, error)
+        self._note_drafts()
         self._stepped = False
         self._expel()
         self._keep()
         self._let_decode()
+
+    def _note_drafts(self) -> None:
+        """Keep the drafts of the step until a later one tells how many are right."""
+        known = {x.request: x.computed + x.known for x in self._steps.values()}
+        for part in self._parts:
+            if isinstance(part, DraftedRows):
+                self.pending |= part.pending(self.names, known)
 
     def fix(self, requests: int, tokens: int) -> None:
         """Let decoding requests have memory of fixed addresses; called before each `capture`.
@@ -297,7 +363,7 @@ class RequestBatch:
         one_each = all(step.tokens == 1 and not step.is_prefill for step in steps)
         return self._opened and self._fixed is not None and one_each
 
-    def _attempt(self, part: TokenRows | FixedRows, act: Callable[[], None]) -> None:
+    def _attempt(self, part: Part, act: Callable[[], None]) -> None:
         try:
             act()
         except Exception as error:
@@ -327,14 +393,17 @@ class RequestBatch:
                 f"{dict(self._steps)}"
             )
         found: dict[str, int] = {}
+        drafts: dict[str, int] = {}
         for i, key in enumerate(rows.key):
             step, begin, end = self._steps[key], rows.start[i], rows.start[i + 1]
             if step.request in self.failed:
                 self._lost.append(slice(begin, end))
             elif step.is_prefill or step.refused:
-                self._prefill(step, begin, end)
+                self._prefill(step, begin, end - step.drafts)
+                if step.drafts:  # an engine pads its step with them, and drops what follows
+                    self._lost.append(slice(end - step.drafts, end))
             else:
-                found[step.request] = begin
+                found[step.request], drafts[step.request] = begin, step.drafts
         assert found.keys() <= {*self.names}, "a decoding request has been prefilled"
         if self._fixed is not None:
             self._prepare(self._fixed, found)
@@ -345,8 +414,26 @@ class RequestBatch:
             if self._fixed is not None and self._replays:
                 self._parts = [*self._parts, self._fixed]
                 return
+            if any(drafts.values()):
+                self._verify(self.decoding, row, [drafts.get(name, 0) for name in self.names])
+                return
             part = TokenRows.one_each(self.decoding, row, self.empty.device)
             self._begin(part, prompt=False, more=False)
+
+    def _verify(self, cache: PolicyCache, row: Sequence[int], drafts: Sequence[int]) -> None:
+        """Begin the forward pass of decoding requests with drafts.
+
+        Raises:
+            RuntimeError: they have memory of fixed addresses.
+        """
+        if self._fixed is not None:
+            raise RuntimeError(
+                "a step has drafts, but decode steps are captured in graphs, of one token per "
+                "request; please report this with the engine's version and options"
+            )
+        part = DraftedRows.of(cache, row, drafts, self.empty.device)
+        self._parts = [*self._parts, part]
+        self._attempt(part, part.begin)
 
     def _prepare(self, rows: FixedRows, found: Mapping[str, int]) -> None:
         """Fill the rows of decoding requests, and reserve the pages of their step."""
@@ -426,7 +513,7 @@ class RequestBatch:
                 else:
                     self.decoding.join(cache)
 
-    def _lose(self, part: TokenRows | FixedRows, error: Exception) -> None:
+    def _lose(self, part: Part, error: Exception) -> None:
         """Fail the requests of a part, in any layer."""
         self._parts = [each for each in self._parts if each is not part]
         self._lost.append(part.target)

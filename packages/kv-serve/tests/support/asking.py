@@ -36,7 +36,11 @@ def asked(
 
 
 def in_parts(
-    folder: str, policy: str, parts: Sequence[Sequence[int]], answer: int
+    folder: str,
+    policy: str,
+    parts: Sequence[Sequence[int]],
+    answer: int,
+    page_tokens: int = 16,
 ) -> list[list[int]]:
     """Read the parts of a prompt one after another in transformers, each answered greedily.
 
@@ -46,13 +50,14 @@ def in_parts(
         parts: the parts.
         answer: generated tokens after the last part, and after each before it that is a turn; 0:
             only the last is answered.
+        page_tokens: tokens of a page.
     """
     from transformers import AutoModelForCausalLM
 
     from kv_transformers import CompressedCache, passing
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    cache, found, left = CompressedCache(model, policy, page_tokens=16), [], []
+    cache, found, left = CompressedCache(model, policy, page_tokens=page_tokens), [], []
     for i, part in enumerate(parts):
         fresh, answers = torch.tensor([[*left, *part]]), []
         for _ in range(answer or (i + 1 == len(parts)) * COUNT or 1):

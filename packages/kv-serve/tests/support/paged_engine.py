@@ -5,6 +5,7 @@ Needs vLLM, so only tests in a folder named vllm can import it.
 
 import random
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import accumulate
 from types import SimpleNamespace
@@ -81,6 +82,9 @@ class Asked:
     told: bool = False  # the workers know it
     broken: bool = False  # the policy fails for it, in the reference cache too
     alone: PolicyCache | None = None
+    stored: int = 0  # tokens in the worker's cache: all but drafts of the last step
+    # Drafts of the last step that were right, which the reference cache reads with the next step.
+    right: list[list[tuple[Tensor, Tensor, Tensor]]] = field(default_factory=list)
 
     def tokens(self, count: int, shape: CacheShape) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Return queries, keys and values of all layers, by token."""
@@ -105,6 +109,9 @@ class Engine:
     block_tokens: int = 16
     late: bool = False  # reports arrive after the next step is scheduled
     fixed: int = 0  # requests that decode in memory of fixed addresses; 0: it changes its place
+    drafts: int = 0  # the most drafts of a request in a step
+    accepted: int = 0
+    rejected: int = 0
     seed: int = 0
     running: list[Asked] = field(default_factory=list)
     waiting: list[Asked] = field(default_factory=list)
@@ -127,7 +134,8 @@ class Engine:
         self.blocks += self.others
         self.manager = manager_of(self.account, self.blocks + shared, kept=shared)
         self.manager.lead(())
-        self.state = SchedulerState(self.policy, self.manager, 10**6)
+        self.state = SchedulerState(self.policy, self.manager, 10**6, drafts=self.drafts)
+        self.manager.ahead += self.drafts
         # No spare pages, plus a scratch page; of a shared pool all blocks are there, with the null
         # block and the last, each with a part in the region of every layer.
         pages = (self.blocks + 2) * each if shared else self.blocks * each + 1
@@ -190,11 +198,13 @@ class Engine:
 
     def _schedule(self, left_out: float, chunk: int) -> SimpleNamespace:
         scheduled: dict[str, int] = {}
+        self.drafted: dict[str, int] = {}  # in the step, by request
         preempted = False
         for asked in list(self.running):
             if asked not in self.running or self.draw.random() < left_out:
                 continue
             count = min(asked.num_tokens - asked.computed, self.draw.randint(1, chunk))
+            count = self._with_drafts(asked, count)
             while not self._allocate(asked, count):
                 if self.state.ask():
                     count = 0
@@ -212,6 +222,7 @@ class Engine:
         while self.waiting and not preempted:
             asked = self.waiting[0]
             count = min(asked.num_tokens, self.draw.randint(1, chunk))
+            count = self._with_drafts(asked, count)
             if self._lacks(asked, asked.num_tokens) or not self._allocate(asked, count):
                 break
             self.running.append(self.waiting.pop(0))
@@ -230,7 +241,20 @@ class Engine:
                 num_computed_tokens=[a.computed for a in cached],
             ),
             num_scheduled_tokens={name: scheduled[name] for name in self.turns},
+            scheduled_spec_decode_tokens={
+                name: [-1] * self.drafted[name] for name in self.turns if self.drafted.get(name)
+            },
         )
+
+    def _with_drafts(self, asked: Asked, count: int) -> int:
+        """Add drafts to the last token of a request; the last of a prompt is padded, as in vLLM."""
+        if self.drafts and count == 1 and asked.computed + count == asked.num_tokens:
+            decodes = asked.computed >= self.manager.prompts.get(asked.request_id, 10**6)
+            self.drafted[asked.request_id] = self.draw.randint(0, self.drafts)
+            if not decodes and self.drafted[asked.request_id]:
+                self.drafted[asked.request_id] = self.drafts
+            return count + self.drafted[asked.request_id]
+        return count
 
     def _let_others(self) -> None:
         """Free some blocks of other layers, take others and clear these, as vLLM does."""
@@ -264,7 +288,7 @@ class Engine:
 
     def _preempt(self, asked: Asked) -> None:
         self._free(asked)
-        asked.computed = 0
+        asked.computed, asked.right = 0, []
         self.waiting.insert(0, asked)
         self.preemptions += 1
 
@@ -281,6 +305,7 @@ class Engine:
             self.worker.rows = self._rows(orders)  # which vLLM builds before
             self.worker.begin(orders)
             self.memory.data[self._pages_of(self.held_by_others)] = FOREIGN
+            self._read_right(orders)
             for name in self.worker.compressed:
                 self._named(name).alone.compress()
             self.compressed += len(self.worker.compressed)
@@ -290,16 +315,27 @@ class Engine:
         self._check_pages(reports, orders)
         return reports
 
+    def _read_right(self, orders: StepMetadata) -> None:
+        """Let reference caches read the drafts that were right, as the worker has stored them."""
+        for step in orders.requests.values():
+            asked = self.turns[step.request]
+            for token in asked.right:
+                assert asked.alone is not None
+                self._read(asked.alone, token, prompt=False)
+            asked.right = []
+
     def _attend(self, orders: StepMetadata) -> None:
         steps, rows = orders.requests.values(), self._rows(orders)
+        right = [self._right(step) for step in steps]
+        known = [
+            self.turns[x.request].tokens(x.known + n, self.shape)
+            for x, n in zip(steps, right, strict=True)
+        ]
+        wanted = [self._alone(step, each) for step, each in zip(steps, known, strict=True)]
         brought, start = (
-            [self.turns[x.request].tokens(x.tokens, self.shape) for x in steps],
+            [self._padded(each, x.tokens) for x, each in zip(steps, known, strict=True)],
             rows.start,
         )
-        wanted = [
-            self._alone(step, each)
-            for step, each in zip(orders.requests.values(), brought, strict=True)
-        ]
         for layer in range(self.shape.layers):
             fresh = [torch.cat([each[layer][i] for each in brought]) for i in range(3)]
             heads = self.shape.kv_heads * self.shape.group
@@ -310,12 +346,30 @@ class Engine:
                 if each is None:
                     assert bool(mine.isfinite().all())
                 else:
-                    torch.testing.assert_close(mine, each[layer])
-        for step in orders.requests.values():
+                    torch.testing.assert_close(mine[: len(each[layer])], each[layer])
+        for step, count in zip(steps, right, strict=True):
             asked = self.turns[step.request]
-            asked.computed += step.tokens
-            if asked.computed == asked.num_tokens:
-                asked.num_tokens += 1  # one is generated
+            asked.stored = asked.computed + step.known
+            asked.computed = asked.stored + count
+            if asked.computed >= asked.num_tokens:
+                asked.num_tokens = asked.computed + 1  # one is generated
+            self.accepted, self.rejected = (
+                self.accepted + count,
+                self.rejected + step.drafts - count,
+            )
+
+    def _right(self, step: RequestStep) -> int:
+        """Choose how many of a step's drafts are right; those that pad a prompt are not."""
+        return self.draw.randint(0, step.drafts) if step.drafts and not step.is_prefill else 0
+
+    def _padded(
+        self, given: list[tuple[Tensor, Tensor, Tensor]], count: int
+    ) -> list[tuple[Tensor, ...]]:
+        """Add vectors of wrong drafts, up to a number of tokens."""
+        return [
+            tuple(torch.cat((x, torch.randn(count - len(x), *x.shape[1:]).to(x))) for x in layer)
+            for layer in given
+        ]
 
     def _rows(self, orders: StepMetadata) -> RequestRows:
         counts = [step.tokens for step in orders.requests.values()]
@@ -341,11 +395,32 @@ class Engine:
             budgets = None if step.budget is None else (step.budget,)
             kept = {"budgets": budgets, "page_tokens": self.block_tokens, "backend": "torch"}
             asked.alone = PolicyCache(self.policy, self.shape, **kept)
-        cache, every = asked.alone, torch.ones(1, step.tokens, dtype=torch.bool)
-        assert cache is not None
-        reads = step.computed < step.prompt
-        cache.begin(every, prompt=reads, more=step.computed + step.tokens < step.prompt)
-        found = []
+        assert asked.alone is not None
+        reads, more = step.computed < step.prompt, step.computed + step.known < step.prompt
+        count = step.known
+        found = self._read(
+            asked.alone, [tuple(x[:count] for x in layer) for layer in brought], reads, more
+        )
+        copied = deepcopy(asked.alone) if len(brought[0][0]) > count else asked.alone
+        asked.right = [
+            [(q[i : i + 1], k[i : i + 1], v[i : i + 1]) for q, k, v in brought]
+            for i in range(count, len(brought[0][0]))
+        ]
+        for token in asked.right:
+            seen = self._read(copied, token, prompt=False)
+            found = [torch.cat(pair) for pair in zip(found, seen, strict=True)]
+        return found
+
+    def _read(
+        self,
+        cache: PolicyCache,
+        brought: Sequence[tuple[Tensor, ...]],
+        prompt: bool,
+        more: bool = False,
+    ) -> list[Tensor]:
+        """Return the attention of tokens by layer, after which a reference cache holds them."""
+        every, found = torch.ones(1, len(brought[0][0]), dtype=torch.bool), []
+        cache.begin(every, prompt=prompt, more=more)
         for layer, (query, key, value) in enumerate(brought):
             grouped = query[None].unflatten(2, (self.shape.kv_heads, -1)).permute(0, 2, 3, 1, 4)
             fresh = key[None].transpose(1, 2), value[None].transpose(1, 2)
@@ -383,7 +458,7 @@ class Engine:
         assert bool((self.memory.data[self._pages_of(self.held_by_others)] == FOREIGN).all())
         failed = set(self.worker.requests.failed)
         named = {step.request for step in orders.requests.values()} | self.worker.compressed
-        now = {n: (held[n], self._named(n).computed) for n in named - failed}
+        now = {n: (held[n], self._named(n).stored) for n in named - failed}
         due, self.unreported = self.unreported, now
         if not orders.requests:  # there is nothing to wait for
             due, self.unreported = due | now, {}

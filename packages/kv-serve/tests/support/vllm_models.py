@@ -4,9 +4,12 @@ import importlib.util
 import json
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 TINY: dict[str, Any] = {
     "vocab_size": 256,
@@ -129,18 +132,70 @@ def write_next_token_heads(folder: Path) -> None:
 
 def write_tokenizer(folder: Path) -> None:
     """Write a tokenizer whose tokens are single bytes, but for the first and last of a sequence."""
+    tokenizer_of().save_pretrained(folder)
+
+
+def tokenizer_of(*more: str) -> "PreTrainedTokenizerFast":
+    """Return a tokenizer of bytes, with further special tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     own = {"<unk>": 0, "<s>": TINY["bos_token_id"], "</s>": TINY["eos_token_id"]}
-    letters = alphabet[: TINY["vocab_size"] - len(own)]  # three bytes have no room
+    own |= {each: len(own) + i for i, each in enumerate(more)}
+    letters = alphabet[: TINY["vocab_size"] - len(own)]  # a few bytes have no room
     names = own | {each: len(own) + i for i, each in enumerate(letters)}
     raw = Tokenizer(models.BPE(vocab=names, merges=[], unk_token="<unk>"))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
     special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    PreTrainedTokenizerFast(tokenizer_object=raw, **special).save_pretrained(folder)
+    return PreTrainedTokenizerFast(tokenizer_object=raw, **special, extra_special_tokens=[*more])
+
+
+def write_experts(folder: Path) -> None:
+    """Write a tiny Qwen3-MoE with float32 weights: two of four experts read each token."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    write_weights(folder, "Qwen3MoeForCausalLM", "qwen3_moe", **experts, decoder_sparse_step=1)
+
+
+def write_vision(folder: Path) -> None:
+    """Write a tiny Idefics3 with float32 weights and its processor: a picture has 16 tokens."""
+    import torch
+    from transformers import (
+        Idefics3Config,
+        Idefics3ForConditionalGeneration,
+        Idefics3ImageProcessorPil,
+        Idefics3Processor,
+    )
+
+    side, patch, shuffled, image = 64, 8, 2, "<image>"
+    around = ("<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
+    tokenizer = tokenizer_of(image, *around)
+    text = {name: value for name, value in TINY.items() if name != "torch_dtype"}
+    vision = {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": side,
+        "patch_size": patch,
+        "initializer_range": 0.1,
+    }
+    config = Idefics3Config(
+        text_config=text | {"model_type": "llama", "initializer_range": 0.1, "pad_token_id": 0},
+        vision_config=vision,
+        image_token_id=tokenizer.convert_tokens_to_ids(image),
+        scale_factor=shuffled,
+        pad_token_id=0,
+        tie_word_embeddings=True,
+        dtype="float32",
+    )
+    torch.manual_seed(0)
+    Idefics3ForConditionalGeneration(config).save_pretrained(folder)
+    longest = {"longest_edge": side}
+    sizes = {"size": longest, "max_image_size": longest, "do_image_splitting": False}
+    tokens = (side // patch // shuffled) ** 2
+    Idefics3Processor(Idefics3ImageProcessorPil(**sizes), tokenizer, tokens).save_pretrained(folder)
 
 
 def write_adapter(model: Path, folder: Path, seed: int, rank: int = 8) -> None:

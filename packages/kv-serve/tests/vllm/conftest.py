@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kept_models import folder_of
 from vllm_models import skip_without_vllm, write_config, write_weights
 
 if TYPE_CHECKING:
@@ -46,6 +47,17 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
         made = tmp_path_factory.mktemp(kind)
         write_config(made, architecture, kind, **more)
         return str(made)
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """Create the folder of a model with layers of several kinds, once."""
+
+    @functools.cache
+    def folder(name: str, *, weights: bool = True, **more: Any) -> str:
+        return folder_of(tmp_path_factory.mktemp(name), name, weights=weights, **more)
 
     return folder
 

@@ -1,47 +1,20 @@
 """Documents in files: loaded when an engine starts, and continued by requests."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
 from asking import COUNT, LARGE, asked, in_parts, pages
 from live_engine import ends
+from written import answer, written
 
 if TYPE_CHECKING:
     from vllm import LLM
 
 Start = Callable[..., AbstractContextManager["LLM"]]
-
-
-def written(folder: str, policy: str, ids: Sequence[int], path: Path, **how: object) -> object:
-    """Write a document; return its model, and its cache, which may be continued."""
-    from transformers import AutoModelForCausalLM
-
-    from kv_transformers import CompressedCache, passing
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    cache, given = CompressedCache(model, policy, page_tokens=16), torch.tensor([list(ids)])
-    with torch.no_grad():
-        model(given, **passing(model, cache))
-    cache.save(path, given, **how)
-    return model, cache
-
-
-def answer(model: object, cache: object, question: Sequence[int]) -> list[int]:
-    """Generate greedily behind a document."""
-    from kv_transformers import passing
-
-    fresh, found = torch.tensor([list(question)]), []
-    for _ in range(COUNT):
-        with torch.no_grad():
-            logits = model(fresh, **passing(model, cache)).logits
-        found.append(int(logits[0, -1].argmax()))
-        fresh = torch.tensor([found[-1:]])
-    return found
 
 
 @pytest.mark.parametrize(

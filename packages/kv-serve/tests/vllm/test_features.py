@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kv_serve.features import FEATURES, Feature
-from vllm_models import write_tokenizer, write_weights
+from vllm_models import write_experts, write_tokenizer, write_vision, write_weights
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -214,6 +214,8 @@ def transfer(name: str, **extra: object) -> dict[str, Any]:
     return {"kv_transfer_config": given}
 
 
+# Writers of models that are features themselves.
+MODELS = {"experts": write_experts, "pictures": write_vision}
 HOST = {"spec_name": "HostSpec", "spec_module_path": "kv_serve.vllm.offload"}
 # Options of an engine, and what is set besides. Other tests run those that are served.
 ENGINES: dict[str, tuple[dict[str, Any], Callable[["VllmConfig"], None] | None]] = {
@@ -221,6 +223,7 @@ ENGINES: dict[str, tuple[dict[str, Any], Callable[["VllmConfig"], None] | None]]
     "embeddings": ({"runner": "pooling"}, None),
     "LoRA adapters": ({"enable_lora": True}, None),
     "tensor parallelism": ({"tensor_parallel_size": 2}, None),
+    "data parallelism": ({"data_parallel_size": 2}, None),
     "pipeline parallelism": ({"pipeline_parallel_size": 2}, None),
     "context parallelism": ({}, changed("parallel_config", "decode_context_parallel_size", 2)),
     "speculative decoding, n-gram": ({"speculative_config": ngram()}, None),
@@ -239,12 +242,16 @@ ENGINES: dict[str, tuple[dict[str, Any], Callable[["VllmConfig"], None] | None]]
     "several KV connectors": (transfer("MultiConnector", connectors=[]), None),
     "vLLM's own cache formats": ({}, changed("cache_config", "cache_dtype", "fp8")),
     "sleep mode": ({}, changed("model_config", "enable_sleep_mode", True)),
+    "mixtures of experts": ({"model": "experts"}, None),
+    "pictures": ({"model": "pictures"}, None),
 }
 
 
 @pytest.mark.parametrize("kind", POLICIES)
 @pytest.mark.parametrize("name", ENGINES)
-def test_an_engine_starts_or_is_refused_by_a_sentence(model: Path, name: str, kind: str) -> None:
+def test_an_engine_starts_or_is_refused_by_a_sentence(
+    model: Path, tmp_path: Path, name: str, kind: str
+) -> None:
     from vllm import EngineArgs
 
     from kv_policy import parse
@@ -254,8 +261,11 @@ def test_an_engine_starts_or_is_refused_by_a_sentence(model: Path, name: str, ki
     if options.get("speculative_config") == "draft":
         drafts = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 2}
         options = {"speculative_config": drafts}
+    if "model" in options:
+        MODELS[options["model"]](tmp_path)
+        options = {"model": str(tmp_path)}
     small: dict[str, Any] = {"model": str(model), "max_model_len": 256}
-    config = EngineArgs(**small, **options).create_engine_config()
+    config = EngineArgs(**small | options).create_engine_config()
     if change is not None:
         change(config)
     policy = parse(POLICIES[kind])

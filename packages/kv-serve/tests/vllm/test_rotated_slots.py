@@ -13,7 +13,11 @@ if TYPE_CHECKING:
 
 Start = Callable[..., AbstractContextManager["LLM"]]
 Greedy = Callable[["LLM", Sequence[Sequence[int]], int], list[list[int]]]
-POLICIES = ("hadamard+k8v4", "hadamard:file={},pair=true+k4v4")
+POLICIES = (
+    "hadamard+k8v4",
+    "hadamard:file={},pair=true+k4v4",
+    "channel-scale:file={},keys=true+k4v4:outliers=1",
+)
 COUNT, BLOCK = 24, 16
 
 

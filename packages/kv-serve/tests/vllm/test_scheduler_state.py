@@ -37,8 +37,13 @@ def request(name: str, tokens: int, **extra: object) -> SimpleNamespace:
     )
 
 
-def step(state: "SchedulerState", new: bool = False, **turns: tuple[int, int]) -> "StepMetadata":
-    """Schedule a step from tokens before it and tokens in it, and allocate their blocks."""
+def step(
+    state: "SchedulerState", new: bool = False, drafts: int = 0, **turns: tuple[int, int]
+) -> "StepMetadata":
+    """Schedule a step from tokens before it and tokens in it, and allocate their blocks.
+
+    The last `drafts` tokens of each request are drafted.
+    """
     for name, (computed, tokens) in turns.items():
         state.manager.allocate_new_blocks(name, computed + tokens, computed + tokens)
     begun = [SimpleNamespace(req_id=n, num_computed_tokens=c) for n, (c, _) in turns.items()]
@@ -52,6 +57,7 @@ def step(state: "SchedulerState", new: bool = False, **turns: tuple[int, int]) -
             scheduled_new_reqs=begun if new else [],
             scheduled_cached_reqs=none if new else cached,
             num_scheduled_tokens={name: tokens for name, (_, tokens) in turns.items()},
+            scheduled_spec_decode_tokens={name: [-1] * drafts for name in turns if drafts},
         )
     )
 
@@ -87,6 +93,42 @@ def test_a_prompt_is_read_in_chunks_and_read_again_with_what_was_generated(
     assert states(step(book, a=(20, 15))) == {"a": (True, False, 35)}
     asked.num_tokens = 36
     assert states(step(book, a=(35, 1))) == {"a": (False, False, 35)}
+
+
+def test_drafts_are_no_tokens_that_a_request_adds(
+    state: Callable[[str], "SchedulerState"],
+) -> None:
+    book = state("snapkv:budget=12,window=4")
+    asked = request("a", 20)
+    book.welcome(asked)
+    step(book, new=True, a=(0, 19))
+    # One token of the prompt is left, and vLLM pads it.
+    (padded,) = step(book, a=(19, 4), drafts=3).requests.values()
+    assert (padded.known, padded.drafts) == (1, 3)
+    assert (padded.is_prefill, padded.ends_prefill) == (True, True)
+    asked.num_tokens = 21
+    (one,) = step(book, a=(20, 4), drafts=3).requests.values()
+    assert (one.known, one.drafts, one.is_prefill, one.refused) == (1, 3, False, None)
+    (wrong,) = step(book, a=(22, 4), drafts=2).requests.values()
+    assert wrong.refused is not None
+    assert wrong.refused.startswith("it adds 2 prompt tokens after its answer")
+
+
+def test_drafts_that_pad_a_step_do_not_end_it_at_a_boundary(
+    manager_of: Callable[..., "PagedManager"],
+) -> None:
+    """vLLM counts on them; a boundary at the end of a prompt needs no cut."""
+    from kv_serve.vllm.scheduler_state import SchedulerState
+
+    policy = parse("snapkv:budget=12,window=4")
+    book = SchedulerState(policy, manager_of(policy, SHAPE, 40), 1000, drafts=3)
+    book.requests["a"] = request("a", 20)
+    book.manager.prefixes = SimpleNamespace(boundaries={"a": 20})
+    assert book.stop("a", 19, 4) == 4
+    assert book.stop("a", 16, 4) == 4
+    book.manager.prefixes.boundaries["a"] = 18
+    assert book.stop("a", 16, 7) == 2
+    assert book.stop("a", 18, 2) == 2
 
 
 def test_a_session_that_has_more_to_read_after_its_answer_fails(

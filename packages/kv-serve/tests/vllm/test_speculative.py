@@ -1,4 +1,4 @@
-"""Speculative decoding under one format for all tokens gives the tokens of decoding without it."""
+"""Speculative decoding gives the tokens of decoding without it, in slots and in pages."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from asking import asked as answered
+from live_engine import is_empty
 from vllm_models import write_eagle, write_eagle3, write_next_token_heads, write_weights
 
 if TYPE_CHECKING:
@@ -126,15 +128,131 @@ def test_a_draft_model_changes_nothing(
         assert drafted / 2 < accepted <= drafted
 
 
-def test_a_policy_in_pages_is_refused(start_tiny: Start) -> None:
-    from kv_serve.vllm.config import UnservableError
+# Of each kind that waits for what is right: windows, selectors, blocks, ranks of heads.
+SELECTS = "snapkv:budget=24,window=8+k4v2"
+PAGED = [
+    SELECTS,
+    "k4v2:window=12",
+    *(
+        pytest.param(policy, marks=pytest.mark.slow)
+        for policy in (
+            "k4v2:keys=channel,block=16,window=8",
+            "kv-compress:budget=24,window=8+k4v2:window=4",
+            "keydiff:budget=24+hadamard+k4v2",
+            "d2o:budget=24,every=0+k4v2",
+            "snapkv:budget=24,window=8",
+        )
+    ),
+]
 
-    reason = "kv-compress.* cannot be served with speculative decoding; use one format"
-    with (
-        pytest.raises(UnservableError, match=reason),
-        start_tiny("kv-compress:rate=2+k8v4", speculative_config=NGRAM),
-    ):
-        pass
+
+@pytest.mark.parametrize("policy", PAGED)
+def test_drafts_over_pages_change_nothing(
+    start_tiny: Start, greedy: Greedy, told: Callable[["LLM"], Answers], policy: str
+) -> None:
+    """Prompts are read in chunks, which drafts do not cut otherwise."""
+    chunks = {"long_prefill_token_threshold": 48}
+    with start_tiny(policy, poison=True, **chunks) as engine:
+        expected = told(engine)
+    with start_tiny(policy, poison=True, speculative_config=NGRAM, **chunks) as engine:
+        drafted, accepted = compared(engine, told, expected)
+        assert is_empty(engine, greedy)
+    assert 0 < accepted < drafted
+
+
+@pytest.mark.slow
+def test_drafts_over_pages_beside_layers_that_vllm_keeps_change_nothing(
+    start: Start, greedy: Greedy, tiny: Callable[..., str], asked: list[list[int]]
+) -> None:
+    more = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 48}
+    folder = tiny("Gemma3ForCausalLM", "gemma3_text", **more)
+    options = OPTIONS | {"load_format": "dummy", "enable_prefix_caching": False}
+    with start(folder, SELECTS, poison=True, **options) as engine:
+        expected = greedy(engine, asked, COUNT)
+    with start(folder, SELECTS, poison=True, speculative_config=NGRAM, **options) as engine:
+        assert greedy(engine, asked, COUNT) == expected
+        drafted, accepted = counted(engine)
+    assert 0 < accepted < drafted
+
+
+def test_turns_and_prefixes_continue_after_drafts(
+    start_tiny: Start, prompts: list[list[int]]
+) -> None:
+    """What is stored of an ended request has the drafts that were right, and no others.
+
+    vLLM pads a step with drafts where a single token of a prompt is left after a prefix.
+    """
+    given = {"kv_policy": SELECTS, "kv_poison": True, "kv_turns": True}
+
+    def talked(engine: "LLM") -> list[tuple[list[int], int]]:
+        found, text = [], [7, 8, 9, 10] * 12
+        for turn in ([7], [8, 9], [10, 7, 8]):
+            text = text + turn
+            found += answered(engine, [text], MORE)
+            text = text + found[-1][0]
+        book = prompts[2]
+        for _ in range(2):
+            both = [book, [*book[:-1], 9]]
+            found += answered(engine, both, MORE, kv_prefix=len(book) - 1)
+        return found
+
+    with start_tiny(additional_config=given) as engine:
+        expected = talked(engine)
+    with start_tiny(additional_config=given, speculative_config=NGRAM) as engine:
+        assert talked(engine) == expected
+        drafted, accepted = counted(engine)
+    assert 0 < accepted < drafted
+    assert [read > 0 for _, read in expected][1:3] == [True, True]
+
+
+def test_aborted_requests_leave_no_drafts(
+    start_tiny: Start, greedy: Greedy, asked: list[list[int]]
+) -> None:
+    from vllm import SamplingParams
+
+    with start_tiny(SELECTS, poison=True, speculative_config=NGRAM) as engine:
+        settings = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
+        for i, prompt in enumerate(asked):
+            engine.llm_engine.add_request(str(i), {"prompt_token_ids": prompt}, settings)
+        for _ in range(5):
+            engine.llm_engine.step()
+        engine.llm_engine.abort_request(["1", "2"])
+        while engine.llm_engine.has_unfinished_requests():
+            engine.llm_engine.step()
+        assert is_empty(engine, greedy)
+
+
+@pytest.mark.parametrize(
+    ("policy", "why"),
+    [
+        ("h2o:budget=24", "it observes the attention of generated queries"),
+        ("kv-compress:rate=2,every=8", "it observes the attention of generated queries"),
+        ("leankv:window=8", "it observes the attention of generated queries"),
+        ("streaming:budget=24", "each generated token evicts or moves another"),
+    ],
+)
+def test_a_policy_that_does_more_with_a_generated_token_is_refused(
+    weights: str, policy: str, why: str
+) -> None:
+    check_refused(weights, policy, NGRAM, f"cannot be served with speculative decoding, as {why}")
+
+
+def test_drafts_of_a_model_are_refused_over_pages(weights: str) -> None:
+    given = {"method": "draft_model", "model": weights, "num_speculative_tokens": 2}
+    check_refused(weights, SELECTS, given, "speculative decoding by draft_model, whose .* by ngram")
+
+
+def check_refused(model: str, policy: str, drafts: dict[str, Any], reason: str) -> None:
+    """Expect a sentence before an engine starts."""
+    from vllm import EngineArgs
+
+    from kv_policy import parse
+    from kv_serve.vllm.config import UnservableError, check_engine
+
+    options: dict[str, Any] = {"max_model_len": 256, "skip_tokenizer_init": True}
+    made = EngineArgs(model=model, speculative_config=drafts, **options).create_engine_config()
+    with pytest.raises(UnservableError, match=reason):
+        check_engine(made, parse(policy))
 
 
 @pytest.mark.parametrize("method", ["eagle", pytest.param("eagle3", marks=pytest.mark.slow)])

@@ -3,7 +3,6 @@
 import random
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -74,22 +73,6 @@ def test_turns_need_prefix_caching(start: Start, tiny: Callable[..., str]) -> No
         pass
 
 
-@pytest.mark.parametrize("setting", ["kv_turns", "kv_documents"])
-def test_prefixes_are_refused_beside_layers_that_vllm_keeps(
-    start: Start, tiny: Callable[..., str], tmp_path: Path, setting: str
-) -> None:
-    more = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 48}
-    folder = tiny("Gemma3ForCausalLM", "gemma3_text", **more)
-    policy = "snapkv:budget=24,window=8"
-    (tmp_path / "book.kv").write_bytes(b"")  # refused before it is read
-    given = {"kv_policy": policy, setting: str(tmp_path) if setting == "kv_documents" else True}
-    with (
-        pytest.raises(Exception, match=f"{setting} is given, but layers of this model have a wind"),
-        start(folder, **LARGE, load_format="dummy", additional_config=given),
-    ):
-        pass
-
-
 @pytest.mark.parametrize("policy", ["snapkv:budget=24,window=8", "k8v4"])
 def test_a_boundary_needs_prefix_caching(
     start: Start, tiny: Callable[..., str], policy: str
@@ -111,21 +94,6 @@ def test_vllms_prefix_cache_serves_one_format(
     with start(tiny(), "k8v4", **options) as engine:
         asked(engine, [prompts[0]], 1, kv_prefix=64)
         assert asked(engine, [[*prompts[0][:140], 9, 8]], 1, kv_prefix=64)[0][1] >= 64
-
-
-def test_prefixes_are_not_stored_beside_layers_that_vllm_keeps(
-    start: Start, tiny: Callable[..., str], prompts: list[list[int]]
-) -> None:
-    more = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 48}
-    folder = tiny("Gemma3ForCausalLM", "gemma3_text", **more)
-    options = LARGE | {"load_format": "dummy", "enable_prefix_caching": False}
-    from vllm.exceptions import VLLMValidationError
-
-    with (
-        start(folder, "snapkv:budget=24,window=8", **options) as engine,
-        pytest.raises(VLLMValidationError, match="kv_prefix needs prefix caching"),
-    ):
-        asked(engine, [prompts[0]], 2, kv_prefix=10)
 
 
 def test_an_engine_that_slept_reads_a_prefix_again(

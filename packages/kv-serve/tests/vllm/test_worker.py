@@ -113,6 +113,29 @@ def test_every_request_sees_and_holds_what_it_would_alone(
 
 
 @pytest.mark.parametrize(
+    ("policy", "late", "others"),
+    [
+        (parse("k4v4:keys=channel,block=16,window=4"), True, 0),
+        (parse("snapkv:budget=12,window=4+k4v2"), False, 6),
+        (compose(Growing(Budget(24)), parse("k4v2:window=4")), True, 0),
+        (compose(Longest(Budget(24)), parse("k4v2")), False, 0),
+        pytest.param(parse("k4v2:window=8"), True, 6, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_drafts_change_nothing_that_requests_see_or_hold(
+    engine_class: "type[Engine]", policy: KVPolicy, late: bool, others: int
+) -> None:
+    """Wrong ones are taken back, right ones are stored when the next step tells, or never."""
+    engine = room(engine_class, policy, 100, late=late, others=others, drafts=3)
+    soak(engine, 7, 50, random.Random(0), (None, 16, 24))
+    assert engine.preemptions
+    assert engine.accepted > 20
+    assert engine.rejected > 20
+    assert not engine.worker.requests.pending
+
+
+@pytest.mark.parametrize(
     "text",
     [
         COMPRESS,

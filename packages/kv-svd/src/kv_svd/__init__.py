@@ -1,6 +1,7 @@
 """Low-rank bases for the keys and values of each head, and the choice of their ranks."""
 
 from kv_svd.calibration import Calibration
+from kv_svd.channel_scale import ChannelScale
 from kv_svd.file import Facts, load, load_facts, save
 from kv_svd.fit import (
     Directions,
@@ -25,6 +26,7 @@ from kv_svd.zack import Zack
 __all__ = [
     "Allotment",
     "Calibration",
+    "ChannelScale",
     "Directions",
     "Facts",
     "Hadamard",

@@ -13,9 +13,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kv_policy import Budget, KVPolicy, parse
-from kv_runtime import AUTO, DamagedStateError, MemoryReport, PolicyCache
+from kv_runtime import (
+    AUTO,
+    DamagedStateError,
+    MemoryReport,
+    PolicyCache,
+    TokenVectors,
+    unlike_drafts,
+)
 from kv_transformers import document
 from kv_transformers.document import Document
+from kv_transformers.drafting import attend_verified, expect_drafts, is_exact
 from kv_transformers.fitted import check_fitted
 from kv_transformers.fold import expect_fold, folded_by
 from kv_transformers.fresh_layer import AttendingCache
@@ -111,6 +119,9 @@ class CompressedCache(AttendingCache):
         self._readers_of = [kind.readers for kind in self._kinds if kind.index is not None]
         self._readers = 0  # calls of layers that read the keys of the current one, still to come
         self._followers: tuple[CompressedCache, ...] = ()  # that share the next pass
+        self._assisted = False  # drafts may be in the passes that say so
+        self._drafts = 0  # of the current pass
+        self._pending: tuple[TokenVectors, ...] = ()  # drafts of the last pass, until a crop
         self.document: Document | None = None  # what the cache was loaded from
 
     def share_prefill(self, others: "Sequence[CompressedCache]") -> None:
@@ -134,7 +145,20 @@ class CompressedCache(AttendingCache):
     @property
     def columns(self) -> int:
         """Number of columns seen, including padding and evicted tokens."""
-        return self.runtime.columns
+        return self.runtime.columns + len(self._pending)
+
+    @property
+    def assisted(self) -> bool:
+        """Whether passes are those of assisted generation, with drafts that a crop may remove."""
+        return self._assisted
+
+    def activate_past_recording(self) -> None:
+        """Prepare for assisted generation, whose passes have drafts that a crop may remove.
+
+        Own layers of transformers keep what they drop otherwise, until `crop`.
+        """
+        super().activate_past_recording()  # type: ignore[no-untyped-call]
+        self._assisted = not is_exact(self.policy)
 
     def mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return length and offset of the columns that a mask must cover: all columns seen.
@@ -195,18 +219,57 @@ class CompressedCache(AttendingCache):
             self._expect_same_device(query.device)
             self._expect_same_fold()
             valid = self._columns(query, columns.valid)
-            self.runtime.begin(valid, reach=columns.reach)
+            if not self._drafts:
+                self.runtime.begin(valid, reach=columns.reach)
+                return
+            self._expect_drafts(valid, columns)
+            first, *drafts = valid.split(1, 1)
+            self.runtime.begin(first, prompt=False)
+            self.runtime.begin_drafts(drafts)
+
+    def _expect_drafts(self, valid: Bool[Tensor, "B L"], columns: PassColumns) -> None:
+        """Raise if a pass with drafts is none of assisted generation.
+
+        Raises:
+            ValueError: its drafts would not attend as generated tokens, or it has several
+                sequences, padding, or tokens that see later ones.
+        """
+        expect_drafts(
+            self.policy,
+            self.runtime.shape,
+            held=self.columns,
+            columns=valid.shape[1],
+            drafts=self._drafts,
+            indexed=self.indexes,
+        )
+        if len(valid) > 1 or not bool(valid.all()) or columns.reach is not None:
+            raise ValueError(
+                "drafts are verified for one sequence without padding, whose tokens see none after "
+                "them; generate without an assistant or prompt lookup"
+            )
 
     def _attend_of(self, layer: int, columns: PassColumns) -> GroupedAttention:
         """Return the attention of the runtime for a layer, or for one that reads its keys."""
         self._readers = (self._readers or 1 + self._readers_of[layer]) - 1
+        if self._drafts:
+            return partial(attend_verified, self.runtime, more=bool(self._readers))
         if columns.chosen is None and not self._readers:
             return self.runtime.attend
         return partial(self.runtime.attend, more=bool(self._readers), chosen=columns.chosen)
 
-    def start(self) -> None:
-        """Forget what an interrupted pass left."""
-        self._readers = 0
+    def start(self, drafts: int = 0) -> None:
+        """Forget what an interrupted pass left, and store the drafts of the last one."""
+        self._confirm()
+        self._readers, self._drafts = 0, drafts if self._assisted else 0
+
+    def _confirm(self, wrong: int = 0) -> None:
+        """Store the drafts of the last pass that no crop has removed, but the last `wrong`."""
+        pending, self._pending = self._pending, ()
+        right = pending[: len(pending) - wrong]
+        valid = torch.ones(1, 1, dtype=torch.bool, device=self._device)
+        with torch.inference_mode(False), torch.no_grad():
+            for token in right:
+                self.runtime.confirm(valid, token)
 
     def _around(self, attend: GroupedAttention) -> Attention:
         """Wrap attention by KV head of the runtime as attention of the model, folded or not."""
@@ -252,6 +315,8 @@ class CompressedCache(AttendingCache):
             # As in `attend`: scores are stored.
             with torch.inference_mode(False), torch.no_grad():
                 self._replayer.run(model, self.runtime, self._around, ids)
+        if self._drafts:
+            self._pending = self.runtime.drafted(0, self.runtime.columns, self._drafts).drafts
         followers, self._followers = self._followers, ()
         for cache in followers:
             cache.layers = self._copied_layers(cache, {})
@@ -330,7 +395,7 @@ class CompressedCache(AttendingCache):
     def reset(self) -> None:
         """Clear the cache and free its memory."""
         self.runtime.reset()
-        self.document = None
+        self.document, self._pending = None, ()
         self.layers = self._empty_layers()
 
     def reorder_cache(self, beam_idx: Int[Tensor, " B"]) -> None:
@@ -348,6 +413,7 @@ class CompressedCache(AttendingCache):
             self._select(torch.arange(batch).repeat_interleave(repeats))
 
     def _select(self, source: Int[Tensor, " B2"]) -> None:
+        self._confirm()
         # As in `attend`: stored tensors must not be inference tensors.
         with torch.inference_mode(False), torch.no_grad():
             self.runtime.select(source.clone())
@@ -367,8 +433,13 @@ class CompressedCache(AttendingCache):
 
     @property
     def is_croppable(self) -> bool:
-        """Whether `crop` works: the policy keeps every token, and no layer a recurrent state."""
-        return self.runtime.rolls_back and all(layer.is_croppable for layer in self.own_layers)
+        """Whether `crop` works: the policy keeps every token, and no layer a recurrent state.
+
+        In assisted generation drafts are not stored before a crop, so most policies work.
+        """
+        drafts = self._assisted and unlike_drafts(self.policy) is None
+        removes = drafts or self.runtime.rolls_back
+        return removes and all(layer.is_croppable for layer in self.own_layers)
 
     def crop(self, tokens_to_remove: int | Int[Tensor, ""]) -> None:
         """Remove the newest columns, given as a negative number; 0 does nothing.
@@ -379,7 +450,11 @@ class CompressedCache(AttendingCache):
             ValueError: the number is positive or larger than the number of columns, or the policy
                 or a layer that transformers caches cannot take tokens back; the cache is unchanged.
         """
-        columns = int(tokens_to_remove)  # transformers 5.16 passes a tensor with one element
+        given = int(tokens_to_remove)  # transformers 5.16 passes a tensor with one element
+        drafts = min(max(0, -given), len(self._pending))
+        columns = given + drafts
+        if columns <= 0:
+            self._confirm(wrong=drafts)
         if columns:
             if columns > 0 and self.runtime.rolls_back:
                 raise ValueError(_advice(columns, self.runtime.columns))
@@ -388,8 +463,8 @@ class CompressedCache(AttendingCache):
             with torch.inference_mode(False), torch.no_grad():
                 self.runtime.roll_back(abs(columns))
         for layer in self.own_layers:
-            if columns or records_past(layer):  # 0, too, drops what was recorded
-                layer.crop(columns)
+            if given or records_past(layer):  # 0, too, drops what was recorded
+                layer.crop(given)
 
     def save(
         self,
@@ -420,6 +495,7 @@ class CompressedCache(AttendingCache):
         model = self.model
         if model is None:
             raise RuntimeError("the model of this compressed cache was deleted")
+        self._confirm()
         own, state = own_tensors([*self.own_layers]), self.runtime.state()
         document.save(Path(path), model, state, ids, own, private=private, chat=chat)
 

@@ -94,8 +94,13 @@ class AttendingCache(Cache):
         """Return length and offset of the columns that a mask must cover: all columns seen."""
         return self.columns + query_length, 0
 
-    def start(self) -> None:
-        """Prepare for a pass of the model over this cache."""
+    @property
+    def assisted(self) -> bool:
+        """Whether passes are those of assisted generation, with drafts that a crop may remove."""
+        return False
+
+    def start(self, drafts: int = 0) -> None:
+        """Prepare for a pass of the model over this cache, with drafts in assisted generation."""
 
     @property
     def model(self) -> "PreTrainedModel | None":

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from kv_transformers.attention import configured, switched
+from kv_transformers.drafting import drafts_of, unread
 from kv_transformers.folded import FOLDED
 from kv_transformers.fresh_layer import AttendingCache
 from kv_transformers.running import current, enter, leave
@@ -73,10 +74,14 @@ class Switch:
 
     def _begin(
         self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> None:
-        cache = _found(args, kwargs)
+    ) -> tuple[tuple[object, ...], dict[str, object]] | None:
+        cache, changed = _found(args, kwargs), None
+        if cache is not None and cache.assisted:
+            kwargs = unread(kwargs, cache.columns)
+            changed = args, kwargs
         if cache is not None or self.active:
             self._enter(module, cache, args, kwargs)
+        return changed
 
     def _end(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
         if self.active:
@@ -97,7 +102,7 @@ class Switch:
             if running is None or running.cache is not cache:  # once per pass
                 _expect_served(module, kwargs)
                 _expect_one_sequence_a_row(kwargs)
-                cache.start()
+                cache.start(drafts_of(kwargs))
             cache.expect_ids(ids)
         indexes = cache is not None and cache.indexes
         enter(module, self, cache, ids, _mask_of(module, args, kwargs) if indexes else None)

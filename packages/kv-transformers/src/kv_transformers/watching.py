@@ -33,7 +33,7 @@ class EmptyCache(AttendingCache):
         install(model)
         super().__init__(model)
 
-    def start(self) -> None:
+    def start(self, drafts: int = 0) -> None:
         """Clear the states of layers that transformers caches, as a pass is a whole text."""
         self.layers = self._empty_layers()
 

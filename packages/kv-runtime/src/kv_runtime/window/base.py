@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -21,6 +21,9 @@ Left: TypeAlias = tuple[  # returned by `exchange`: keys, values, positions, sco
 InOrder: TypeAlias = tuple[
     Float[Tensor, "B H W D"], Float[Tensor, "B H W Dv"], Int[Tensor, "B W"]
 ]  # keys, values, positions
+
+
+ALL: Final = slice(None)  # layers
 
 
 class Window(ABC):
@@ -145,12 +148,18 @@ class Window(ABC):
         position: Int[Tensor, "B 1"],
         total: Int[Tensor, " B"],
         score: Float[Tensor, "N B H 1"] | None = None,
+        layers: slice = ALL,
     ) -> Left:
         """Write one new token per sequence and return the replaced one (position -1: none).
 
         A sequence without a new token (position -1) is unchanged. The cost is independent of the
-        window size, and the host does not synchronize with the device.
+        window size, and the host does not synchronize with the device. Without a score, that of the
+        replaced token stays.
         """
+
+    @abstractmethod
+    def hold_newest(self, seen: Int[Tensor, " B"]) -> None:
+        """Set the positions of the slots after `seen` tokens of each sequence."""
 
     @abstractmethod
     def select(self, source: Int[Tensor, " B2"]) -> None:
@@ -267,7 +276,7 @@ class RingBuffer(Window):
     def forget_tiles(self) -> None:
         """Do nothing: the slots have no tiles."""
 
-    def _hold_newest(self, seen: Int[Tensor, " B"]) -> None:
+    def hold_newest(self, seen: Int[Tensor, " B"]) -> None:
         """Set the positions of the slots after `seen` tokens of each sequence."""
         last = seen[:, None] - 1
         slot = torch.arange(self.size, device=seen.device)

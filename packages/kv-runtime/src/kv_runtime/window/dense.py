@@ -9,7 +9,7 @@ from torch import Tensor
 from kv_attention import DenseTokens
 from kv_paging import TokenStore
 from kv_policy import CacheShape
-from kv_runtime.window.base import Left, RingBuffer, Window, expect_alike
+from kv_runtime.window.base import ALL, Left, RingBuffer, Window, expect_alike
 
 
 class RawWindow(RingBuffer):
@@ -111,26 +111,27 @@ class RawWindow(RingBuffer):
         position: Int[Tensor, "B 1"],
         total: Int[Tensor, " B"],
         score: Float[Tensor, "N B H 1"] | None = None,
+        layers: slice = ALL,
     ) -> Left:
         """Write one new token per sequence and return the replaced one, as `Window.exchange`."""
         real = position >= 0
         slot = position[:, 0].clamp(min=0) % self.size
         row = torch.arange(len(slot), device=slot.device)
-        out_key = self.key[:, row, :, slot]  # B N H D
-        out_value = (
-            out_key[..., : self._value_dim] if self._value is None else self._value[:, row, :, slot]
-        )
+        keys, values = self.key[layers], None if self._value is None else self._value[layers]
+        out_key = keys[:, row, :, slot]  # B N H D
+        out_value = out_key[..., : self._value_dim] if values is None else values[:, row, :, slot]
         left = torch.where(real[:, 0], self.position[row, slot], -1)
         fresh = real[:, :, None, None]
-        self.key[:, row, :, slot] = torch.where(fresh, key[..., 0, :].transpose(0, 1), out_key)
-        if self._value is not None:
-            self._value[:, row, :, slot] = torch.where(
+        keys[:, row, :, slot] = torch.where(fresh, key[..., 0, :].transpose(0, 1), out_key)
+        if values is not None:
+            values[:, row, :, slot] = torch.where(
                 fresh, value[..., 0, :].transpose(0, 1), out_value
             )
         out_score = None
         if self.score is not None and score is not None:
-            out_score = self.score[:, row, :, slot]
-            self.score[:, row, :, slot] = torch.where(
+            scores = self.score[layers]
+            out_score = scores[:, row, :, slot]
+            scores[:, row, :, slot] = torch.where(
                 fresh[..., 0], score[..., 0].transpose(0, 1), out_score
             )
             out_score = out_score.transpose(0, 1)[..., None]
@@ -233,7 +234,7 @@ class RawWindow(RingBuffer):
         """Fill the slots from `tensors` of another window of this shape."""
         for name, x in self.tensors().items():
             x.copy_(tensors[name])
-        self._hold_newest(seen)
+        self.hold_newest(seen)
 
 
 def _write(

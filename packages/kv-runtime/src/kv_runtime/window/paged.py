@@ -23,7 +23,7 @@ from kv_paging import (
     write_slots,
 )
 from kv_policy import CacheShape, PagedTokens, PageLayout, Raw, Running, TileCounts, tier_formats
-from kv_runtime.window.base import Left, RingBuffer, Window, expect_alike
+from kv_runtime.window.base import ALL, Left, RingBuffer, Window, expect_alike
 
 _KEYS: Final[VectorNames] = frozenset({"keys"})
 _VALUES: Final[VectorNames] = frozenset({"values"})
@@ -208,20 +208,19 @@ class PagedWindow(RingBuffer):
         position: Int[Tensor, "B 1"],
         total: Int[Tensor, " B"],
         score: Float[Tensor, "N B H 1"] | None = None,
+        layers: slice = ALL,
     ) -> Left:
         """Write one new token per sequence and return the replaced one, as `Window.exchange`."""
         real, slot = position >= 0, position.clamp(min=0) % self.size
-        every = slice(None)
-        out = read_slots(
-            self._store, self._store.table_rows(), self._by_table_row(every, slot), BOTH
-        )
+        rows = self._store.table_rows(layers)
+        out = read_slots(self._store, rows, self._by_table_row(layers, slot), BOTH)
         assert out.key is not None  # both were requested
         assert out.value is not None
         left = self.position.gather(1, slot).masked_fill(~real, -1)
         fresh = [None if x is None else x.flatten(0, 2) for x in (key, value, score)]
         assert fresh[0] is not None
         assert fresh[1] is not None
-        self._write(every, slot, real, fresh[0], fresh[1], fresh[2])
+        self._write(layers, slot, real, fresh[0], fresh[1], fresh[2])
         out_score = None if score is None or out.score is None else out.score.view(score.shape)
         return (
             out.key.view(key.shape).to(self._shape.dtype),
@@ -293,7 +292,7 @@ class PagedWindow(RingBuffer):
 
     def restore(self, tensors: Mapping[str, Tensor], seen: Int[Tensor, " B"]) -> None:
         """Fill the slots from `tensors` of another window of this shape."""
-        self._hold_newest(seen)
+        self.hold_newest(seen)
         slot = torch.arange(self.size, device=seen.device).expand_as(self.position)
         each = [tensors.get(name) for name in ("key", "value", "score")]
         key, value, score = (None if x is None else x.flatten(0, 2) for x in each)

@@ -10,7 +10,15 @@ from torch.nn.functional import pad
 from kv_attention import DenseTokens
 from kv_paging import RankGroups, TokenStore, select_all
 from kv_policy import PagedTokens
-from kv_runtime.window.base import InOrder, Left, RingBuffer, Window, expect_alike, oldest_first
+from kv_runtime.window.base import (
+    ALL,
+    InOrder,
+    Left,
+    RingBuffer,
+    Window,
+    expect_alike,
+    oldest_first,
+)
 
 
 class RaggedWindow(Window):
@@ -127,20 +135,26 @@ class RaggedWindow(Window):
         position: Int[Tensor, "B 1"],
         total: Int[Tensor, " B"],
         score: Float[Tensor, "N B H 1"] | None = None,
+        layers: slice = ALL,
     ) -> Left:
         """Write one new token per sequence and return the replaced one, as `RawWindow` does."""
         out = torch.zeros_like(key), torch.zeros_like(value)
         out_score = None if score is None else torch.zeros_like(score)
-        left = position
+        left, some = position, self._kinds.layers(layers)
         for kind, member in enumerate(self.members):
-            layer, head = self._kinds.where(kind)
-            dims = member.dims
+            first, last = (self._kinds.span(kind, some[i]) for i in (0, -1))
+            cells = slice(first.start, last.stop)
+            layer, head = (each[cells] for each in self._kinds.where(kind))
+            if not len(layer):
+                continue
+            layer, dims = layer - some[0], member.dims
             found = member.exchange(
                 key[layer, :, head, :, : dims[0]][:, :, None],
                 value[layer, :, head, :, : dims[1]][:, :, None],
                 position,
                 total,
                 None if score is None else score[layer, :, head][:, :, None],
+                cells,
             )
             for whole, part, dim in zip(out, found[:2], dims, strict=True):
                 whole[layer, :, head, :, :dim] = part[:, :, 0].to(whole.dtype)
@@ -197,6 +211,11 @@ class RaggedWindow(Window):
         """Do the part of emptying sequences outside `stores`, in place."""
         for member in self.members:
             member.clear(sequences)
+
+    def hold_newest(self, seen: Int[Tensor, " B"]) -> None:
+        """Set the positions of the slots after `seen` tokens of each sequence."""
+        for member in self.members:
+            member.hold_newest(seen)
 
     def forget_tiles(self) -> None:
         """Let the next attention count tiles again."""

@@ -153,6 +153,11 @@ CALLED: Final = (
     "vllm.config:ModelConfig.get_vocab_size()",
     "vllm.config:ModelConfig.uses_mrope",
     "vllm.config:ModelConfig.use_mla",
+    "vllm.config:ModelConfig.is_hybrid",
+    f"{_MANAGER}.get_num_skipped_tokens(num_computed_tokens)",
+    "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.do_kv_cache_update(layer, key, "
+    "value, kv_cache, slot_mapping)",
+    "vllm.model_executor.models.utils:extract_layer_index(layer_name)",
 )
 
 

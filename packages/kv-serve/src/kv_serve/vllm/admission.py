@@ -118,12 +118,14 @@ def check_prefix(config: "VllmConfig", request: "EngineCoreRequest") -> None:
         return
     from vllm.exceptions import VLLMValidationError
 
-    from kv_serve.vllm.requests import TOKENS_ALONE, requested_prefix
+    from kv_serve.vllm.attach import stores_prefixes
+    from kv_serve.vllm.config import is_plain
+    from kv_serve.vllm.requests import TOKENS_ALONE, policy_of, requested_prefix
 
     boundary, ids = requested_prefix(params.extra_args), request.prompt_token_ids
     if boundary is None:
         return
-    if not config.cache_config.enable_prefix_caching:
+    if not stores_prefixes(config, plain=is_plain(policy_of(text))):
         raise VLLMValidationError(
             f"{names.PREFIX} needs prefix caching, which is disabled in this engine; enable it "
             "(--enable-prefix-caching), or omit the argument"

@@ -7,6 +7,7 @@ from vllm.config import KVTransferConfig, VllmConfig
 MODULE: Final = "kv_serve.vllm.connector"
 CLASS: Final = "PagesConnector"
 ATTACHED: Final = "attached"  # in the connector's extra config; other processes do not see it
+STORES: Final = "stores_prefixes"  # also there: vLLM's prefix cache is disabled, and ours is not
 
 
 def connector() -> KVTransferConfig:
@@ -23,6 +24,28 @@ def attach(config: VllmConfig) -> None:
     if config.kv_transfer_config is None:
         config.kv_transfer_config = connector()
         config.kv_transfer_config.kv_connector_extra_config[ATTACHED] = True
+
+
+def disable_prefix_cache(config: VllmConfig) -> None:
+    """Disable vLLM's prefix cache, after `attach`; our own prefixes are stored as before."""
+    if config.cache_config.enable_prefix_caching:
+        config.cache_config.enable_prefix_caching = False
+        assert config.kv_transfer_config is not None, "our connector is attached"
+        config.kv_transfer_config.kv_connector_extra_config[STORES] = True
+
+
+def stores_prefixes(config: VllmConfig, *, plain: bool) -> bool:
+    """Return whether prefixes are stored: by vLLM under a plain format, and else by us.
+
+    Beside layers with states vLLM's prefix cache is disabled, and ours costs nothing unless it is
+    asked for.
+    """
+    if config.cache_config.enable_prefix_caching:
+        return True
+    given = config.kv_transfer_config
+    if given is not None and is_ours(given) and given.kv_connector_extra_config.get(STORES):
+        return True
+    return not plain and bool(config.model_config.is_hybrid)
 
 
 def is_ours(given: KVTransferConfig | None) -> bool:

@@ -5,12 +5,15 @@ from typing import Final
 
 from vllm.config import VllmConfig
 
+from kv_policy import KVPolicy
 from kv_policy.files import write_whole
+from kv_runtime import unlike_drafts
 from kv_serve.vllm.attach import is_ours
 
 PLAIN: Final = "one format for all tokens, such as k8v4"
 # Methods of speculative decoding.
-DRAFTERS: Final = ("ngram", "draft_model", "eagle", "eagle3", "mtp")
+NGRAM: Final = "ngram"
+DRAFTERS: Final = (NGRAM, "draft_model", "eagle", "eagle3", "mtp")
 OFFLOADING: Final = "OffloadingConnector"
 EXAMPLE: Final = "ExampleConnector"
 FOLDER: Final = "shared_storage_path"  # of the example connector, in its extra config
@@ -23,27 +26,38 @@ HOST_SPEC: Final = "HostSpec"
 HOST_MODULE: Final = "kv_serve.vllm.offload"
 
 
-def refused_drafts(config: VllmConfig, *, plain: bool) -> str | None:
+def refused_drafts(config: VllmConfig, policy: KVPolicy, *, plain: bool) -> str | None:
     """Return with which speculative decoding a policy cannot be served, and what can be done.
 
-    A draft that is rejected leaves a token in memory, which a later token overwrites. That is
-    right where a token's bytes depend on no other: in slots.
+    A draft that is rejected leaves a token in a slot, which a later token overwrites. That is right
+    where a token's bytes depend on no other: in slots. In pages drafts are stored once they are
+    right, so the policy must do nothing else with a generated token. The layers of a draft model
+    would need pages of their own.
 
     Args:
         config: the engine's.
+        policy: the policy.
         plain: whether the policy has one format for all tokens.
     """
     given = config.speculative_config
     if given is None:
         return None
-    if not plain:
-        return f"speculative decoding; use {PLAIN}, or omit the speculative_config"
+    why = None if plain else unlike_drafts(policy)
+    if why is not None:
+        return (
+            f"speculative decoding, as {why}; use a policy that plans after prompts alone, such as "
+            "snapkv, or omit the speculative_config"
+        )
+    if not plain and given.method in DRAFTERS and given.method != NGRAM:
+        return (
+            f"speculative decoding by {given.method}, whose layers would need pages of their own; "
+            f"draft by {NGRAM}, use {PLAIN}, or omit the speculative_config"
+        )
     if config.model_config.use_mla:
         return "speculative decoding of latent attention (MLA); omit the speculative_config"
     if given.method not in DRAFTERS:
-        return (
-            f"speculative decoding by {given.method}; use one of the methods {', '.join(DRAFTERS)}"
-        )
+        known = f"one of the methods {', '.join(DRAFTERS)}" if plain else f"the method {NGRAM}"
+        return f"speculative decoding by {given.method}; use {known}"
     if given.parallel_drafting:
         return "speculative decoding with drafts in one pass; set parallel_drafting to false"
     return None
@@ -69,8 +83,8 @@ def refused_connector(config: VllmConfig, *, plain: bool) -> str | None:
         return f"the KV connector {name} and latent attention (MLA); omit the kv_transfer_config"
     if given.kv_connector_module_path is not None or name not in (OFFLOADING, EXAMPLE):
         return f"the KV connector {name}; use vLLM's {OFFLOADING} or {EXAMPLE}"
-    if speculative is not None and speculative.method != "ngram":
-        return f"the KV connector {name} beside drafts of a model; draft by ngram"
+    if speculative is not None and speculative.method != NGRAM:
+        return f"the KV connector {name} beside drafts of a model; draft by {NGRAM}"
     return _refused_example(config) if name == EXAMPLE else _refused_offloading(config)
 
 

@@ -8,6 +8,7 @@ from vllm.config import KVTransferConfig, VllmConfig
 from kv_attention import check_backend
 from kv_policy import CacheShape, KVPolicy, TokenFormat, complete, keeps_shape, parse, tier_formats
 from kv_runtime import AUTO
+from kv_serve.vllm.attach import stores_prefixes
 from kv_serve.vllm.beside import refused_connector, refused_drafts
 from kv_serve.vllm.names import BACKEND, DOCUMENTS, KEY, POISON, SETTINGS, TURNS
 from kv_serve.vllm.nearest import strangers
@@ -153,13 +154,13 @@ def check_engine(config: VllmConfig, policy: KVPolicy) -> None:
     plain = is_plain(policy)
     refused = (
         *(name for name, given in wrong.items() if given),
-        refused_drafts(config, plain=plain),
+        refused_drafts(config, policy, plain=plain),
         refused_connector(config, plain=plain),
     )
     for what in (each for each in refused if each is not None):
         raise UnservableError(f"the policy {policy} cannot be served with {what}")
     for name in (TURNS, DOCUMENTS):
-        if config.additional_config.get(name) and not config.cache_config.enable_prefix_caching:
+        if config.additional_config.get(name) and not stores_prefixes(config, plain=plain):
             raise UnservableError(
                 f"{name} is given, but prefix caching is disabled in this engine; enable it "
                 "(--enable-prefix-caching), or omit the setting"

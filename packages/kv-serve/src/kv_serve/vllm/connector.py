@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kv_runtime import RequestRows
 from kv_serve.vllm import boundaries, failures
-from kv_serve.vllm.attach import is_heard
+from kv_serve.vllm.attach import is_heard, stores_prefixes
 from kv_serve.vllm.config import served_policy
 from kv_serve.vllm.documents import documents
 from kv_serve.vllm.memory import Memory
@@ -68,7 +68,9 @@ class PagesConnector(
         """Create the worker over the memory that vLLM allocated."""
         assert self._kv_cache_config is not None, "vLLM passes it to every connector"
         memory = Memory.of(self._kv_cache_config, kv_caches)
-        self._worker = Worker.over(self._vllm_config, self._policy, memory)
+        groups = self._kv_cache_config.kv_cache_groups
+        kept = [each for each in groups if not isinstance(each.kv_cache_spec, PagedSpec)]
+        self._worker = Worker.over(self._vllm_config, self._policy, memory, kept)
 
     @property
     def worker(self) -> Worker:
@@ -142,13 +144,17 @@ class PagesConnector(
         kept = [x.kv_cache_spec for x in groups if not isinstance(x.kv_cache_spec, PagedSpec)]
         each = (-(-x.max_memory_usage_bytes(self._vllm_config) // x.page_size_bytes) for x in kept)
         turns = bool(self._vllm_config.additional_config.get(TURNS))
+        speculative = self._vllm_config.speculative_config
         self._ledger = SchedulerState.over(
             self._policy,
             kv_cache_manager,
             longest,
             sum(each),
+            stores=stores_prefixes(self._vllm_config, plain=False),
             turns=turns,
+            workers=self._vllm_config.parallel_config.tensor_parallel_size,
             loaded=documents(self._vllm_config, self._policy),
+            drafts=0 if speculative is None else speculative.num_speculative_tokens,
         )
 
     def failed(self, told: Collection[int]) -> set[str]:

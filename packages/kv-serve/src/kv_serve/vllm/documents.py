@@ -1,9 +1,11 @@
 """Documents that an engine loads when it starts: files of `kv-serve compress`."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
+
+from torch import Tensor
 
 from kv_policy import KVPolicy
 from kv_runtime import Account, CacheState
@@ -27,12 +29,14 @@ class LoadedDocument:
         number: that of the prefix, counted from 1 in the order of names.
         ids: its token ids.
         state: its state; tensors are views of the mapped file.
+        own: what it has of layers that are not under the policy, likewise.
     """
 
     path: Path
     number: int
     ids: tuple[int, ...]
     state: CacheState
+    own: Mapping[str, Tensor] = field(default_factory=dict)
 
     def most_pages(self, account: Account) -> int:
         """Return a bound of its pages, by the lengths of its table rows."""
@@ -82,4 +86,4 @@ def documents(config: "VllmConfig", policy: KVPolicy) -> Iterator[LoadedDocument
                 f"{path} cannot be shared by requests: it has several sequences, or no token ids "
                 "to compare with theirs; compress one text, without --private"
             )
-        yield LoadedDocument(path, number, tuple(ids[0].tolist()), state)
+        yield LoadedDocument(path, number, tuple(ids[0].tolist()), state, document.own)

@@ -26,6 +26,7 @@ class Memory:
     kept: bool = False  # whether vLLM keeps other layers, whose blocks are in this memory, too
     blocks: int = 0
     parts: int = 0  # pages in a layer's part of a block
+    regions: UInt8[Tensor, "R B block_bytes"] | None = None  # all layers' blocks, beside others
 
     @classmethod
     def of(cls, config: KVCacheConfig, caches: Mapping[str, Tensor]) -> "Memory":
@@ -41,12 +42,16 @@ class Memory:
         (_,) = {each.data_ptr() for each in found}  # vLLM allocates all layers' memory at once
         storage, account = found[0], spec.block
         flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        size = account.page_bytes
+        size, regions = account.page_bytes, None
         if spec.kept:
             _expect_regions(config, spec.page_size_bytes)
+            region = config.num_blocks * spec.page_size_bytes
+            every = flat[: len(flat) // region * region]
+            regions = every.view(-1, config.num_blocks, spec.page_size_bytes)
             flat = flat[: account.block_bytes * config.num_blocks]
         data = flat[: len(flat) // size * size].view(-1, size)
-        return cls(data, account, spec.kept, config.num_blocks, spec.page_size_bytes // size)
+        parts = spec.page_size_bytes // size
+        return cls(data, account, spec.kept, config.num_blocks, parts, regions)
 
     def pages(self, blocks: Sequence[int]) -> Int[Tensor, " n"]:
         """Return the pages in blocks, without the scratch page."""
@@ -55,6 +60,19 @@ class Memory:
         part = torch.arange(self.parts, device=regions.device)
         found = ((regions[:, None] * self.blocks + block)[..., None] * self.parts + part).flatten()
         return found[found < len(self.data) - 1]
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks over all layers, each from a block to another one; a target is no source."""
+        if pairs:
+            assert self.regions is not None, "other layers have blocks in this memory"
+            given = torch.tensor(pairs, dtype=torch.long, device=self.regions.device)
+            self.regions[:, given[:, 1]] = self.regions[:, given[:, 0]]
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Clear blocks over all layers."""
+        if blocks:
+            assert self.regions is not None, "other layers have blocks in this memory"
+            self.regions[:, torch.tensor(blocks, device=self.regions.device)] = 0
 
 
 def _expect_regions(config: KVCacheConfig, size: int) -> None:

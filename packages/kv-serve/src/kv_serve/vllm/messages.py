@@ -19,6 +19,17 @@ class BlockChanges(NamedTuple):
     leaving: tuple[int, ...] = ()  # pages must move out of them
 
 
+class BlockCopies(NamedTuple):
+    """Copies of blocks of layers that vLLM keeps, each from a block to another one."""
+
+    before: tuple[tuple[int, int], ...] = ()  # a step's forward pass, from stored prefixes
+    after: tuple[tuple[int, int], ...] = ()  # it, into prefixes that are stored
+
+
+# A column of a group's block table, and the numbers of the blocks from there on.
+Place = tuple[int, tuple[int, ...]]
+
+
 @dataclass(frozen=True, slots=True)
 class StepMetadata(KVConnectorMetadata):
     """The scheduler's message to the workers for one step."""
@@ -30,6 +41,9 @@ class StepMetadata(KVConnectorMetadata):
     changes: BlockChanges = field(default_factory=BlockChanges)  # of the blocks with pages
     kept: dict[str, int] = field(default_factory=dict)  # prefixes to store, by finished request
     dropped: tuple[int, ...] = ()  # prefixes to release
+    reached: dict[str, int] = field(default_factory=dict)  # tokens of requests in `kept`
+    copies: BlockCopies = field(default_factory=BlockCopies)
+    loads: dict[int, tuple[Place, ...]] = field(default_factory=dict)  # documents, by number
 
 
 @dataclass(frozen=True, slots=True)

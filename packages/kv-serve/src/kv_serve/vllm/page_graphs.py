@@ -35,6 +35,8 @@ def support(config: VllmConfig, spec: PagedSpec) -> AttentionCGSupport:
     device = torch.device(config.device_config.device_type)
     if device.type not in slots.CAPTURING or not getattr(config, "use_v2_model_runner", False):
         return AttentionCGSupport.NEVER
+    if config.speculative_config is not None:  # a graph would have several tokens of a request
+        return AttentionCGSupport.NEVER
     if config.parallel_config.use_ubatching:  # a step's layers are called twice
         return AttentionCGSupport.NEVER
     layers, layout = attention_layers(config), layout_of(config, spec)

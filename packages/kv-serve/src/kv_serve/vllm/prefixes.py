@@ -6,7 +6,7 @@ what a file holds.
 """
 
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from hashlib import sha256
@@ -16,10 +16,13 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from kv_runtime import Account
 from kv_serve.vllm.block_source import BlockSource
+from kv_serve.vllm.messages import BlockCopies, Place
+from kv_serve.vllm.other_layers import OtherLayers
 
 if TYPE_CHECKING:
     from hashlib import _Hash as Hash
 
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.request import Request
 
 
@@ -38,7 +41,10 @@ CONTINUED_BY_OTHERS: Final = (Origin.FILE, Origin.TURN)
 
 @dataclass(slots=True)
 class Prefix:
-    """A stored prefix; its blocks are free while no request continues it, unless a file has it."""
+    """A stored prefix; its blocks are free while no request continues it, unless a file has it.
+
+    Beside layers that vLLM keeps, it has its blocks as long as it is stored.
+    """
 
     number: int
     origin: Origin
@@ -49,7 +55,8 @@ class Prefix:
     ready: bool = False  # workers have stored it, or will before a request continues it
     told: bool = False  # workers have reported its pages
     users: set[str] = field(default_factory=set)  # requests that hold pages of it
-    blocks: list[KVCacheBlock] = field(default_factory=list)  # none while it is idle
+    blocks: list[KVCacheBlock] = field(default_factory=list)  # for its pages
+    others: list[KVCacheBlock] = field(default_factory=list)  # of layers that vLLM keeps
     pinned: bool = False  # it is of a file, whose memory is not taken by requests
 
     @property
@@ -73,17 +80,24 @@ class Prefixes:
     Blocks are units of account, so a prefix that no request continues owns none: there are as many
     free blocks as all of these need, or the least recently used ones are dropped. While a request
     continues a prefix, its blocks are in use, once for all requests.
+
+    Beside layers that vLLM keeps, a free block may be theirs a moment later. There a prefix always
+    has its blocks, and it is dropped when requests lack some.
     """
 
     account: Account
     source: BlockSource
-    free: Callable[[], int]  # free blocks of vLLM's pool
+    pool: "BlockPool"  # vLLM's
+    others: OtherLayers | None = None  # None: vLLM keeps no other layers
     turns: bool = False  # whether the states of finished requests are stored
     stored: dict[int, Prefix] = field(default_factory=dict)
     boundaries: dict[str, int] = field(default_factory=dict)  # that requests name
     bases: dict[str, Prefix] = field(default_factory=dict)  # that requests continue, or will
     kept: dict[str, int] = field(default_factory=dict)  # since the last step, by finished request
+    reached: dict[str, int] = field(default_factory=dict)  # tokens of these requests
     dropped: list[int] = field(default_factory=list)  # since the last step
+    # Documents that workers load in the first step, beside layers that vLLM keeps.
+    loads: dict[int, tuple[Place, ...]] = field(default_factory=dict)
     _by_key: dict[tuple[Origin, bytes], Prefix] = field(default_factory=dict)
     _readers: dict[bytes, str] = field(default_factory=dict)  # requests that will store a prefix
     _keys: dict[str, bytes] = field(default_factory=dict)  # of the boundaries, by request
@@ -110,19 +124,24 @@ class Prefixes:
         """
         digest = _begun(None, None, "")
         digest.update(_bytes(ids))
-        key, blocks, free = digest.digest(), self.account.blocks(pages), self.free()
+        key, blocks = digest.digest(), self.account.blocks(pages)
+        beside = 0 if self.others is None else self.others.count(len(ids))
+        free = self.pool.get_num_free_blocks()
         if (Origin.FILE, key) in self._by_key:
             raise ValueError("its tokens are those of another document")
-        if blocks > free:
-            raise ValueError(f"it takes {blocks} blocks, and {free} are free")
+        if blocks + beside > free:
+            raise ValueError(f"it takes {blocks + beside} blocks, and {free} are free")
         prefix = self._made(Origin.FILE, key, len(ids), pages, 1)  # which the first step reports
         assert prefix.number == number, "documents are loaded first, in their order"
         prefix.blocks, prefix.ready, prefix.pinned = self.source.allocate(blocks), True, True
+        if self.others is not None:
+            prefix.others, self.loads[number] = self.others.take(len(ids))
 
     @property
     def loaded_blocks(self) -> int:
         """Blocks of prefixes from files."""
-        return sum(len(each.blocks) for each in self.stored.values() if each.pinned)
+        pinned = (each for each in self.stored.values() if each.pinned)
+        return sum(len(each.blocks) + len(each.others) for each in pinned)
 
     def pages_of(self, request: str) -> int:
         """Return the pages of all prefixes that hold pages of a request, at most."""
@@ -152,6 +171,7 @@ class Prefixes:
                 named = origin is not Origin.NAMED or length == boundary
                 if named and prefix is not None and prefix.ready:
                     self.bases[name] = prefix
+                    self._touch(prefix)
                     return length
             if length == boundary and self._readers.get(found[length], name) != name:
                 return None
@@ -160,7 +180,11 @@ class Prefixes:
     def blocks_of(self, request: str) -> int:
         """Count the blocks that a prefix takes once a request continues it."""
         prefix = self.bases.get(request)
-        return self._count(prefix) if prefix is not None and prefix.idle else 0
+        return self._missing(prefix) if prefix is not None and prefix.idle else 0
+
+    def size(self, prefix: Prefix) -> int:
+        """Count the blocks of a prefix, of all layers."""
+        return self._count(prefix) + len(prefix.others)
 
     def began(self, request: str) -> None:
         """Note that a request has blocks: it continues its prefix, or reads all tokens."""
@@ -173,13 +197,14 @@ class Prefixes:
         if prefix is None or prefix.tokens < self.boundaries[request]:
             self._readers.setdefault(key, request)
 
-    def store(self, request: str, step: int, pages: int) -> int | None:
+    def store(self, request: str, step: int, pages: int, most: int | None = None) -> int | None:
         """Take blocks for the tokens up to a request's boundary, which its step reaches.
 
         Args:
             request: the request, which continues the prefix.
             step: the number of the step.
             pages: the most pages of the prefix.
+            most: the most blocks that it may have; None: as many as are free.
 
         Returns:
             The number of the prefix; None: it is stored already, or there are too few free blocks.
@@ -187,34 +212,66 @@ class Prefixes:
         key, tokens = self._keys[request], self.boundaries[request]
         if self._readers.get(key) != request:
             return None
-        if self.account.blocks(pages) > self.free():
+        blocks, others = self.account.blocks(pages), self.others
+        beside, copied = (others.count(tokens), others.copied(tokens)) if others else (0, 0)
+        fits = most is None or blocks + beside <= most
+        if not fits or not self._make_room(blocks, copied):
             del self._readers[key]
             return None
         prefix = self._made(Origin.NAMED, key, tokens, pages, step)
         self._use(prefix, request)
+        if others is not None:
+            prefix.others = others.store(request, tokens)
         self.trim()
         return prefix.number
 
-    def keep(self, request: "Request", budget: str, step: int, pages: int) -> None:
+    def began_at(self, request: str, prefix: Prefix) -> None:
+        """Let a request that begins in this step have what a prefix has of other layers."""
+        if self.others is not None:
+            self.others.load(prefix.others, request, prefix.tokens)
+
+    def keep(
+        self,
+        request: "Request",
+        tokens: int,
+        budget: str,
+        step: int,
+        pages: int,
+        own: list[KVCacheBlock],
+    ) -> None:
         """Store the state of a finished request, all of whose computed tokens are known.
 
         Args:
             request: the request, whose blocks vLLM is about to free.
+            tokens: its computed tokens, without drafts that were wrong.
             budget: its budget.
             step: the number of the next step.
             pages: the most pages that it holds.
+            own: its blocks; the prefix takes those that it needs at once.
         """
-        tokens = request.num_computed_tokens
         if tokens > request.num_tokens:
             return
+        if self.others is not None and tokens < request.num_computed_tokens:
+            return  # a draft was right after the end, so other layers may have left this boundary
         key = keys_of(request, [tokens], budget)[tokens]
         known = self._by_key.get((Origin.TURN, key))
         if known is not None:
             self._touch(known)
             return
+        taken: list[KVCacheBlock] = []
+        if self.others is not None:
+            blocks = self.account.blocks(pages)
+            more = max(0, blocks - len(own))
+            if not self._make_room(more, 0):
+                return
+            taken = own[:blocks] + self.source.allocate(more)
+            del own[:blocks]
         prefix = self._made(Origin.TURN, key, tokens, pages, step)
+        prefix.blocks = taken
+        if self.others is not None:
+            prefix.others = self.others.share(request.request_id, tokens)
         prefix.ready = True  # workers need no memory for it, and store it first in a step
-        self.kept[request.request_id] = prefix.number
+        self.kept[request.request_id], self.reached[request.request_id] = prefix.number, tokens
 
     def left(self, request: str) -> list[KVCacheBlock]:
         """Let a request end or be preempted; return the blocks of prefixes that it was last in."""
@@ -227,7 +284,8 @@ class Prefixes:
             prefix.users.discard(request)
             if not prefix.idle:
                 continue
-            blocks += self._released(prefix)
+            if self.others is None:
+                blocks += self._released(prefix)
             self._touch(prefix)
             if self._by_key.get((prefix.origin, prefix.key)) is not prefix:  # forgotten meanwhile
                 self._drop(prefix)
@@ -249,10 +307,9 @@ class Prefixes:
             if held is not None:
                 prefix.pages, prefix.ready, prefix.told = held, True, True
                 self._end_reading(prefix)
-                if not prefix.idle:
-                    count = self._count(prefix)
-                    missing = max(0, count - len(prefix.blocks))
-                    prefix.blocks += self.source.allocate(min(missing, self.free()))
+                if self.others is not None or not prefix.idle:
+                    count, free = self._count(prefix), self.pool.get_num_free_blocks()
+                    prefix.blocks += self.source.allocate(min(self._missing(prefix), free))
                     surplus += self.source.release(prefix.blocks[count:])
                     del prefix.blocks[count:]
             elif prefix.step <= step:
@@ -263,13 +320,29 @@ class Prefixes:
 
     def trim(self) -> None:
         """Drop the least recently used prefixes for which there are no free blocks any more."""
+        if self.others is not None:
+            return
         idle = [each for each in self.stored.values() if each.idle]
-        total, free = sum(map(self._count, idle)), self.free()
+        total, free = sum(map(self._count, idle)), self.pool.get_num_free_blocks()
         for prefix in idle:
             if total <= free:
                 return
             total -= self._count(prefix)
             self._drop(prefix)
+
+    def give_up(self, blocks: int) -> bool:
+        """Drop prefixes that have about so many blocks, the least recently used ones first.
+
+        Returns:
+            Whether blocks are idle or free that were not before.
+        """
+        given = 0
+        if self.others is not None:
+            for prefix in [each for each in self.stored.values() if each.idle]:
+                if given < blocks:
+                    given += len(prefix.blocks) + len(prefix.others)
+                    self._drop(prefix)
+        return given > 0
 
     def reset(self) -> list[KVCacheBlock]:
         """Drop all prefixes, those in use once their requests have ended; return free blocks."""
@@ -282,11 +355,29 @@ class Prefixes:
                 self._drop(prefix)
         return blocks
 
-    def orders(self) -> tuple[dict[str, int], tuple[int, ...]]:
-        """Return what was kept and dropped since the last step."""
+    def orders(self) -> tuple[dict[str, int], tuple[int, ...], dict[str, int], BlockCopies]:
+        """Return what was kept and dropped since the last step.
+
+        With the tokens of what was kept, and the copies of other layers.
+        """
         kept, self.kept = self.kept, {}
         dropped, self.dropped = tuple(self.dropped), []
-        return kept, dropped
+        reached, self.reached = self.reached, {}
+        copies = BlockCopies() if self.others is None else self.others.copies()
+        return kept, dropped, reached, copies
+
+    def take_loads(self) -> dict[int, tuple[Place, ...]]:
+        """Return the documents that workers load in this step, with blocks of other layers."""
+        loads, self.loads = self.loads, {}
+        return loads
+
+    @property
+    def other_bytes(self) -> int:
+        """Bytes that prefixes have of layers that vLLM keeps."""
+        if self.others is None:
+            return 0
+        blocks = {each.block_id for prefix in self.stored.values() for each in prefix.others}
+        return len(blocks) * self.others.block_bytes
 
     def counts(self) -> PrefixCounts:
         """Return the uses since the last call."""
@@ -307,7 +398,7 @@ class Prefixes:
 
     def _use(self, prefix: Prefix, request: str) -> None:
         if prefix.idle:
-            prefix.blocks = self.source.allocate(self._count(prefix))
+            prefix.blocks += self.source.allocate(self._missing(prefix))
         prefix.users.add(request)
         self._touch(prefix)
 
@@ -319,6 +410,18 @@ class Prefixes:
         if self._by_key.get((prefix.origin, prefix.key)) is prefix:
             del self._by_key[prefix.origin, prefix.key]
         self.dropped.append(prefix.number)
+        freed, prefix.others = [*self._released(prefix), *prefix.others], []
+        self.pool.free_blocks(reversed(freed))
+
+    def _make_room(self, blocks: int, beside: int) -> bool:
+        """Return whether blocks are free, so many for pages and so many for other layers.
+
+        Idle prefixes that have blocks are dropped for them.
+        """
+        while self.source.missing(blocks) + beside > self.pool.get_num_free_blocks():
+            if not self.give_up(1):
+                return False
+        return True
 
     def _end_reading(self, prefix: Prefix) -> None:
         if prefix.origin is Origin.NAMED:
@@ -326,6 +429,9 @@ class Prefixes:
 
     def _count(self, prefix: Prefix) -> int:
         return self.account.blocks(prefix.pages)
+
+    def _missing(self, prefix: Prefix) -> int:
+        return max(0, self._count(prefix) - len(prefix.blocks))
 
 
 def has_other_inputs(request: "Request") -> bool:

@@ -11,8 +11,9 @@ from kv_policy import Budget, KVPolicy, complete
 from kv_runtime import Measured, RequestStep, appends_only, budget_tokens, chunk_budget, kept_tokens
 from kv_serve.vllm.config import UnservableError
 from kv_serve.vllm.documents import LoadedDocument
-from kv_serve.vllm.messages import StepMetadata, WorkerReport
-from kv_serve.vllm.names import PREFIX
+from kv_serve.vllm.messages import BlockCopies, StepMetadata, WorkerReport
+from kv_serve.vllm.names import PREFIX, TURNS
+from kv_serve.vllm.other_layers import OtherLayers
 from kv_serve.vllm.prefixes import Prefixes, has_other_inputs
 from kv_serve.vllm.requests import TOKENS_ALONE, requested_budget, requested_prefix
 from kv_serve.vllm.spec import PagedManager
@@ -34,6 +35,7 @@ class SchedulerState:
     manager: PagedManager
     longest: int  # max_model_len
     others: int = 0  # blocks of the longest request in layers that vLLM keeps
+    drafts: int = 0  # the most drafts of a request in a step
     requests: dict[str, "Request"] = field(default_factory=dict)
     budgets: dict[str, Budget] = field(default_factory=dict)
     known: dict[str, int] = field(
@@ -55,8 +57,11 @@ class SchedulerState:
         longest: int,
         others: int = 0,
         *,
+        stores: bool = False,
         turns: bool = False,
+        workers: int = 1,
         loaded: Iterable[LoadedDocument] = (),
+        drafts: int = 0,
     ) -> "SchedulerState":
         """Create the state with our manager, taken from vLLM's.
 
@@ -65,12 +70,15 @@ class SchedulerState:
             managers: vLLM's managers, one for each group of layers.
             longest: tokens of the longest request.
             others: blocks that the longest request needs in layers that vLLM keeps.
-            turns: whether the states of finished requests are stored.
+            stores: whether prefixes are stored.
+            turns: whether the states of finished requests are, too.
+            workers: those that divide the heads.
             loaded: documents that workers have loaded.
+            drafts: the most drafts of a request in a step.
 
         Raises:
             UnservableError: the pool is too small for a prompt of `longest` tokens, or prefixes
-                would be found in other layers alone, or not at all.
+                would be found in other layers alone, or cannot be stored beside them.
         """
         every = managers.coordinator.single_type_managers
         manager, *followers = [each for each in every if isinstance(each, PagedManager)]
@@ -82,12 +90,22 @@ class SchedulerState:
                 "and not in pages; set enable_prefix_caching to false"
             )
         manager.lead(followers)
-        if managers.enable_caching:
-            manager.store_prefixes(turns=turns, appends_only=appends_only(policy, planned=False))
+        manager.ahead += drafts
+        if stores:
+            beside = OtherLayers.among(managers, PagedManager, workers)
+            stranger = None if beside is None else beside.stranger
+            if stranger is not None and turns:
+                raise UnservableError(
+                    f"{TURNS} is given, but a layer of this model has a {stranger}, and prefixes "
+                    "are stored beside windows, chunks and states alone; omit the setting"
+                )
+            alike = appends_only(policy, planned=False)
+            if stranger is None:
+                manager.store_prefixes(turns=turns, appends_only=alike, others=beside)
         for document in loaded:
             manager.load(document)
         manager.expect_room(longest, chunk_budget(policy), others)
-        book = cls(policy, manager, longest, others)
+        book = cls(policy, manager, longest, others, drafts)
         book._warn_if_idle(longest)
         return book
 
@@ -136,8 +154,8 @@ class SchedulerState:
         if self.manager.prefixes is None:
             raise ValueError(
                 f"{PREFIX} needs prefixes that are stored, and this engine stores none: prefix "
-                "caching is disabled, or its model has layers with windows or states of their own; "
-                "omit it"
+                "caching is disabled, or its model has layers other than full attention, windows, "
+                "chunks and states; omit it"
             )
         if has_other_inputs(request):
             raise ValueError(f"{PREFIX} {TOKENS_ALONE}")
@@ -152,13 +170,34 @@ class SchedulerState:
         prefixes, name = self.manager.prefixes, request.request_id
         if prefixes is None or name in self.refused or has_other_inputs(request):
             return 0
-        return prefixes.match(request, self._budget_of(name))
+        found = prefixes.match(request, self._budget_of(name))
+        base = prefixes.bases.get(name)
+        if base is None or base.pinned or prefixes.size(base) <= self._room(request, base.tokens):
+            return found
+        del prefixes.bases[name]
+        return 0
+
+    def _room(self, request: "Request", base: int) -> int:
+        """Return the most blocks of a prefix beside a request that continues it.
+
+        With more, vLLM could never schedule the request. One that it has preempted gets room for
+        all that it may generate, so that this does not happen to it again and again.
+        """
+        later = request.max_tokens if request.num_preemptions else 0
+        tokens = min(request.num_tokens + later, self.longest)
+        return self.manager.room(request.request_id, tokens, base) - self.others
 
     def stop(self, request: str, computed: int, tokens: int) -> int:
-        """Return how many tokens of a request's next `tokens` are before its boundary."""
+        """Return how many tokens of a request's next `tokens` are before its boundary.
+
+        Tokens past the request's are drafts with which vLLM pads a step, and do not count.
+        """
         prefixes = self.manager.prefixes
         boundary = None if prefixes is None else prefixes.boundaries.get(request)
-        if boundary is None or not computed < boundary < computed + tokens:
+        if boundary is None:
+            return tokens
+        end = min(computed + tokens, self.requests[request].num_tokens)
+        if not computed < boundary < end:
             return tokens
         return boundary - computed
 
@@ -170,8 +209,10 @@ class SchedulerState:
         if name not in self.known or self.manager.first_block(name) is None:
             return
         if name not in self.refused and not has_other_inputs(request):
-            pages = self.manager.most_pages(name, request.num_computed_tokens)
-            prefixes.keep(request, self._budget_of(name), self.step + 1, pages)
+            tokens = request.num_computed_tokens
+            if self.drafts:  # drafts that were right may follow the token that ended the request
+                tokens = min(tokens, request.num_tokens - 1)
+            self.manager.keep(request, tokens, self._budget_of(name), self.step + 1)
 
     def finished(self, request: str) -> None:
         """Remove a request; workers are informed with the next step."""
@@ -188,17 +229,25 @@ class SchedulerState:
     def ask(self) -> bool:
         """Request blocks before vLLM preempts; False if there are no more to be had.
 
-        First those that no request owns, then by compression, unless the workers have just
-        compressed; nothing more is requested before they report. KV-Compress, section 4.2.3:
-        compress again when memory is short.
+        First those that no request owns, then those of stored prefixes, then by compression, unless
+        the workers have just compressed; nothing more is requested before they report. KV-Compress,
+        section 4.2.3: compress again when memory is short.
         """
-        if self.manager.source.reclaim():
+        if self._reclaim():
             return True
         selector = self.policy.selector
         if selector is None or not complete(selector).replan.short or self.answered:
             return False
         self.asked = self.awaited is None
         return True
+
+    def _reclaim(self, blocks: int = 1) -> bool:
+        """Ask for all blocks that no request owns, or for about so many of stored prefixes."""
+        source, prefixes = self.manager.source, self.manager.prefixes
+        if source.reclaim():
+            return True
+        given = prefixes is not None and prefixes.give_up(blocks)
+        return source.reclaim() or given
 
     def metadata(self, step: "SchedulerOutput") -> StepMetadata:
         """Return the metadata of a step."""
@@ -210,7 +259,8 @@ class SchedulerState:
         for request, tokens in step.num_scheduled_tokens.items():
             first = self.manager.first_block(request)
             assert first is not None, "a scheduled request owns a block"
-            requests[first] = self._request_step(request, begun[request], tokens)
+            drafts = len(step.scheduled_spec_decode_tokens.get(request, ()))
+            requests[first] = self._request_step(request, begun[request], tokens, drafts)
         gone = tuple(name for name in self.known if self.manager.first_block(name) is None)
         for request in gone:
             del self.known[request]
@@ -219,9 +269,13 @@ class SchedulerState:
         short, self.asked = self.asked, False
         if short:
             self.awaited = self.step
-        changes, prefixes = self.manager.source.changes(self.step), self.manager.prefixes
-        kept, dropped = ({}, ()) if prefixes is None else prefixes.orders()
-        return StepMetadata(self.step, requests, gone, short, changes, kept, dropped)
+        lacking, prefixes = self.manager.take_lacking(), self.manager.prefixes
+        if lacking is not None and prefixes is not None:
+            self._reclaim(max(1, lacking))
+        changes = self.manager.source.changes(self.step)
+        orders = ({}, (), {}, BlockCopies()) if prefixes is None else prefixes.orders()
+        loads = {} if prefixes is None else prefixes.take_loads()
+        return StepMetadata(self.step, requests, gone, short, changes, *orders, loads)
 
     def note(self, reports: WorkerReport) -> None:
         """Record reported pages, and free surplus blocks."""
@@ -238,29 +292,33 @@ class SchedulerState:
         """Add the uses of prefixes since the last call."""
         if self.manager.prefixes is None:
             return measured
-        counts = self.manager.prefixes.counts()
-        return replace(measured, prefix_hits=counts.hits, prefix_tokens=counts.tokens)
+        prefixes = self.manager.prefixes
+        counts, held = prefixes.counts(), measured.prefix_bytes + prefixes.other_bytes
+        hits, tokens = counts.hits, counts.tokens
+        return replace(measured, prefix_bytes=held, prefix_hits=hits, prefix_tokens=tokens)
 
-    def _request_step(self, request: str, computed: int, tokens: int) -> RequestStep:
+    def _request_step(self, request: str, computed: int, tokens: int, drafts: int) -> RequestStep:
         prefixes, base, boundary, keep = self.manager.prefixes, None, None, None
         begins = request in self.manager.fresh or computed == 0
         if prefixes is not None:
             found, boundary = prefixes.bases.get(request), prefixes.boundaries.get(request)
             if begins and found is not None and found.tokens == computed:
                 base = found.number
-            if boundary is not None and computed + tokens == boundary:
-                pages = self._compressed_pages(request, boundary)
-                keep = prefixes.store(request, self.step, pages)
+                prefixes.began_at(request, found)
+            if boundary is not None and computed + tokens - drafts == boundary:
+                pages, asked = self._compressed_pages(request, boundary), self.requests[request]
+                most = self._room(asked, boundary) if asked.num_preemptions else None
+                keep = prefixes.store(request, self.step, pages, most)
         if begins:  # after a preemption generated tokens are recomputed too
             self.manager.fresh.discard(request)
             self.begun += 1
             self.manager.prompts[request] = self.requests[request].num_tokens
             self.known[request], self.serials[request] = self.step, self.begun
-        elif tokens > 1 and computed >= self.manager.prompts[request]:
+        elif tokens - drafts > 1 and computed >= self.manager.prompts[request]:
             self._refuse(
                 request,
-                f"it adds {tokens} prompt tokens after its answer, but a policy needs the whole "
-                "prompt at once",
+                f"it adds {tokens - drafts} prompt tokens after its answer, but a policy needs the "
+                "whole prompt at once",
             )
         return RequestStep(
             request,
@@ -273,6 +331,7 @@ class SchedulerState:
             base,
             boundary,
             keep,
+            drafts,
         )
 
     def _compressed_pages(self, request: str, tokens: int) -> int:

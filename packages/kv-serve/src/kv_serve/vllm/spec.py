@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.config import VllmConfig
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -11,12 +11,15 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from kv_runtime import AHEAD, Account, request_pages
-from kv_serve.vllm.attach import attach
+from kv_serve.vllm.attach import attach, disable_prefix_cache
 from kv_serve.vllm.block_source import BlockSource, OwnPool, SharedPool
 from kv_serve.vllm.config import UnservableError, served_policy
 from kv_serve.vllm.documents import LoadedDocument
-from kv_serve.vllm.names import DOCUMENTS, TURNS
+from kv_serve.vllm.other_layers import OtherLayers
 from kv_serve.vllm.prefixes import Prefixes
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +51,7 @@ class PagedSpec(FullAttentionSpec):
         register()
         attach(vllm_config)
         if self.kept:
-            _refuse_prefixes(vllm_config)
-            vllm_config.cache_config.enable_prefix_caching = False
+            disable_prefix_cache(vllm_config)
         longest, policy = vllm_config.model_config.max_model_len, served_policy(vllm_config)
         pages = request_pages(policy, self.account, longest)
         return int(self.account.blocks(pages) * self.page_size_bytes)  # this group's share
@@ -98,7 +100,9 @@ class PagedManager(FullAttentionManager):
         self.kept: dict[str, int | None] = {}  # budgets that are planned by chunk, by request
         self.prompts: dict[str, int] = {}  # tokens before the first generated one
         self.fresh: set[str] = set()  # requests that have blocks since the last step
-        self.prefixes: Prefixes | None = None  # None: none are stored beside kept layers
+        self.prefixes: Prefixes | None = None  # None: none are stored
+        self._lacking: dict[str, int] = {}  # blocks that requests wanted since the last step
+        self.ahead = AHEAD  # generated tokens that are scheduled before their pages are counted
         self.appends_only = False  # whether requests only append to what their prefix holds
 
     def lead(self, others: Sequence["PagedManager"]) -> None:
@@ -112,23 +116,24 @@ class PagedManager(FullAttentionManager):
         if self.kv_cache_spec.kept:
             self.source = SharedPool(self.block_pool)
 
-    def store_prefixes(self, *, turns: bool, appends_only: bool) -> None:
-        """Store prefixes in free blocks, unless blocks are of other layers, too.
+    def store_prefixes(
+        self, *, turns: bool, appends_only: bool, others: OtherLayers | None = None
+    ) -> None:
+        """Store prefixes in free blocks, or in blocks of their own if blocks are of other layers.
 
         Args:
             turns: whether the states of finished requests are stored.
             appends_only: whether requests only append to the pages of the prefix they continue.
+            others: the layers that vLLM keeps; None: there are none.
         """
-        if self.kv_cache_spec.kept:
-            return
         pool = self.block_pool
         self.appends_only = appends_only
-        self.prefixes = Prefixes(self.account, self.source, pool.get_num_free_blocks, turns)
+        self.prefixes = Prefixes(self.account, self.source, pool, others, turns)
         reset = pool.reset_prefix_cache
 
         def reset_all() -> bool:  # as when weights have changed
             self.reset_prefixes()
-            return bool(reset())
+            return others is not None or bool(reset())  # else vLLM itself stores none
 
         pool.reset_prefix_cache = reset_all
 
@@ -188,14 +193,15 @@ class PagedManager(FullAttentionManager):
         tokens: int,
         told: tuple[int, int] | None = None,
         kept: int | None = None,
-        later: int = AHEAD,
+        later: int | None = None,
         base: int | None = None,
     ) -> int:
         """Count the blocks for a request, given its last reported pages; see `Account.planned`.
 
+        Without `later`, for as many generated tokens as are scheduled ahead of reports.
         With `base`, those for the pages that it holds alone after so many tokens of a prefix.
         """
-        most = self.account.planned(tokens, kept, later)
+        most = self.account.planned(tokens, kept, self.ahead if later is None else later)
         if base is not None:
             most = min(most, self.account.branched(tokens - base))
         if told is not None:
@@ -209,17 +215,39 @@ class PagedManager(FullAttentionManager):
         """Count the blocks of vLLM's pool that a request needs for `num_tokens` tokens."""
         if self._leader:
             return 0
-        wanted = self._lacking(request_id, num_tokens)
+        wanted = self._missing(request_id, num_tokens)
         if self.prefixes is not None and request_id not in self._owned:
             wanted += self.prefixes.blocks_of(request_id)
+        self._lacking[request_id] = wanted
         return self.source.missing(wanted)
 
-    def _lacking(self, request_id: str, num_tokens: int) -> int:
+    def take_lacking(self) -> int | None:
+        """Return the blocks that requests wanted since the last call, and vLLM could not allocate.
+
+        Returns:
+            None: it has allocated all; 0: those of other layers were lacking.
+        """
+        lacking, self._lacking = self._lacking, {}
+        return sum(lacking.values()) if lacking else None
+
+    def room(self, request_id: str, tokens: int, base: int) -> int:
+        """Return the most blocks that a prefix of `base` tokens may have beside a request.
+
+        Args:
+            request_id: the request, which continues the prefix.
+            tokens: the most tokens of the request.
+            base: tokens of the prefix.
+        """
+        own = base if self.appends_only else None
+        most = self.source.most - self.blocks_for(tokens, kept=self.kept.get(request_id), base=own)
+        return most - (0 if self.prefixes is None else self.prefixes.loaded_blocks)
+
+    def _missing(self, request_id: str, num_tokens: int) -> int:
         owned, kept = self._owned.get(request_id), self.kept.get(request_id)
         base = self._base(request_id)
         if owned is None:  # vLLM admits it only if its whole prompt could have blocks
             return self.blocks_for(num_tokens, kept=kept, base=base)
-        later = max(AHEAD, num_tokens - self.prompts.get(request_id, num_tokens))
+        later = max(self.ahead, num_tokens - self.prompts.get(request_id, num_tokens))
         wanted = self.blocks_for(num_tokens, owned.told, kept, later, base)
         return max(0, wanted - len(owned.blocks))
 
@@ -234,7 +262,8 @@ class PagedManager(FullAttentionManager):
         """Allocate the blocks that a request needs; only its first is passed to the worker."""
         if self._leader is not None:
             return self._follow(request_id, self._leader)
-        new, prefixes = self.source.allocate(self._lacking(request_id, num_tokens)), self.prefixes
+        new, prefixes = self.source.allocate(self._missing(request_id, num_tokens)), self.prefixes
+        self._lacking.pop(request_id, None)
         owned, first = self._owned.get(request_id), new[:1]
         if owned is not None:
             owned.blocks += new
@@ -272,6 +301,7 @@ class PagedManager(FullAttentionManager):
         if self.prefixes is not None:
             freed += self.prefixes.left(request_id)
         self.fresh.discard(request_id)
+        self._lacking.pop(request_id, None)
         return freed
 
     def cache_blocks(self, *given: Any, **options: Any) -> None:
@@ -280,7 +310,7 @@ class PagedManager(FullAttentionManager):
     def first_block(self, request_id: str) -> int | None:
         """Return the number of the block that identifies a request; None if it owns none."""
         owned = self._owned.get(request_id)
-        return None if owned is None else owned.blocks[0].block_id
+        return owned.blocks[0].block_id if owned is not None and owned.blocks else None
 
     def owned(self, request_id: str) -> tuple[KVCacheBlock, ...]:
         """Return the blocks of a request; the first identifies it in the worker's block table."""
@@ -311,6 +341,13 @@ class PagedManager(FullAttentionManager):
         self.block_pool.free_blocks(reversed(self.source.release(surplus)))
         return len(surplus)
 
+    def keep(self, request: "Request", tokens: int, budget: str, step: int) -> None:
+        """Store the state of a finished request after `tokens`, before its blocks are freed."""
+        assert self.prefixes is not None, "the state is to be stored"
+        name = request.request_id
+        pages = self.most_pages(name, tokens)
+        self.prefixes.keep(request, tokens, budget, step, pages, self._owned[name].blocks)
+
     def told_prefixes(self, pages: Mapping[int, int], step: int) -> int:
         """Record the pages of prefixes that a step's workers stored.
 
@@ -322,19 +359,6 @@ class PagedManager(FullAttentionManager):
         surplus = self.prefixes.told(pages, step)
         self.block_pool.free_blocks(reversed(surplus))
         return len(surplus)
-
-
-def _refuse_prefixes(config: VllmConfig) -> None:
-    """Raise if prefixes are to be stored beside layers that vLLM keeps.
-
-    Raises:
-        UnservableError: a setting asks for it.
-    """
-    for name in (each for each in (TURNS, DOCUMENTS) if config.additional_config.get(each)):
-        raise UnservableError(
-            f"{name} is given, but layers of this model have a window or state of their own, which "
-            "is not stored with a prefix; omit the setting"
-        )
 
 
 def register() -> None:

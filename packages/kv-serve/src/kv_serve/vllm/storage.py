@@ -25,7 +25,7 @@ from vllm.v1.kv_cache_interface import (
 from kv_policy import CacheShape, KVPolicy, LayerBasis, TokenFormat
 from kv_runtime import Account, Bases, Layout, SlotLayer, check_shift, fit_block, fit_page
 from kv_serve.vllm.attach import attach, is_ours
-from kv_serve.vllm.beside import claim_folder, refused_kept
+from kv_serve.vllm.beside import claim_folder, refused_drafts, refused_kept
 from kv_serve.vllm.config import UnservableError, plain_format
 from kv_serve.vllm.connector import PageLayer
 from kv_serve.vllm.names import PREFIX, TURNS
@@ -164,12 +164,12 @@ class BilledPages:
         return _paged(spec, tokens, share, account, nbytes if unused else None, kept=True)
 
     def _check_others(self, kept: Mapping[str, KVCacheSpec]) -> None:
-        wrong = None
+        wrong, states = None, any(isinstance(each, MambaSpec) for each in kept.values())
         if self.config.scheduler_config.disable_hybrid_kv_cache_manager:
             wrong = "without vLLM's hybrid KV cache manager; leave it enabled"
-        elif self.config.cache_config.enable_prefix_caching and any(
-            isinstance(each, MambaSpec) for each in kept.values()
-        ):
+        elif states and self.config.speculative_config is not None:
+            wrong = "with speculative decoding in layers with states; omit the speculative_config"
+        elif states and self.config.cache_config.enable_prefix_caching:
             wrong = (
                 "with prefix caching in layers with states; set enable_prefix_caching to false "
                 "(--no-enable-prefix-caching)"
@@ -248,6 +248,8 @@ def stored(config: VllmConfig, policy: KVPolicy, shape: CacheShape) -> VllmSlots
         device = torch.device(config.device_config.device_type)
         bases = None if policy.basis is None else Bases.of(policy.basis, shape, device)
         return VllmSlots(format, full, config, bases)
+    _refuse(policy, refused_drafts(config, policy, plain=False))  # the shape decides what is plain
+    _refuse(policy, _refused_beside_kept(config))
     attach(config)
     register()
     cache = config.cache_config
@@ -264,9 +266,18 @@ def stored(config: VllmConfig, policy: KVPolicy, shape: CacheShape) -> VllmSlots
 
 
 def _check_beside(config: VllmConfig, policy: KVPolicy) -> None:
+    _refuse(policy, _refused_beside_kept(config))
+    if not kept_specs(config):
+        _refuse(policy, claim_folder(config, str(policy)))
+
+
+def _refused_beside_kept(config: VllmConfig) -> str | None:
     kept = kept_specs(config)
     states = any(isinstance(each, MambaSpec) for each in kept.values())
-    refused = refused_kept(config, states=states) if kept else claim_folder(config, str(policy))
+    return refused_kept(config, states=states) if kept else None
+
+
+def _refuse(policy: KVPolicy, refused: str | None) -> None:
     if refused is not None:
         raise UnservableError(f"the policy {policy} cannot be served with {refused}")
 

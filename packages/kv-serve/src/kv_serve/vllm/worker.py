@@ -1,9 +1,9 @@
 """The worker's state: the pages of its requests, in memory allocated by vLLM."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
-from typing import Final
+from functools import partial, reduce
+from typing import TYPE_CHECKING, Final
 
 from jaxtyping import Int
 from torch import Tensor
@@ -24,11 +24,15 @@ from kv_runtime import (
 )
 from kv_serve.vllm.attach import is_heard
 from kv_serve.vllm.config import UnservableError
-from kv_serve.vllm.documents import documents
+from kv_serve.vllm.documents import LoadedDocument, documents
+from kv_serve.vllm.loaded_windows import LoadedWindows
 from kv_serve.vllm.memory import Memory
-from kv_serve.vllm.messages import RequestPages, StepMetadata, WorkerReport
+from kv_serve.vllm.messages import Place, RequestPages, StepMetadata, WorkerReport
 from kv_serve.vllm.names import POISON
 from kv_serve.vllm.shape import attention_layers, backend_of, model_shape
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 
 logger = init_logger("vllm.kv_serve")
 _MADE_UP: Final = (
@@ -67,10 +71,28 @@ class Worker:
     computed: bool = False  # the forward pass of the step has ended
     unreported: _Ended | None = None  # the step before
     prefix_pages: dict[int, int] = field(default_factory=dict)  # of stored prefixes, as reported
+    windows: LoadedWindows = field(default_factory=lambda: LoadedWindows(()))
+    documents: dict[int, LoadedDocument] = field(default_factory=dict)  # not loaded yet
 
     @classmethod
-    def over(cls, config: VllmConfig, policy: KVPolicy, memory: Memory) -> "Worker":
-        """Create a worker without requests over the memory of vLLM's blocks."""
+    def over(
+        cls,
+        config: VllmConfig,
+        policy: KVPolicy,
+        memory: Memory,
+        kept: "Sequence[KVCacheGroupSpec]" = (),
+    ) -> "Worker":
+        """Create a worker without requests over the memory of vLLM's blocks.
+
+        Args:
+            config: the engine's.
+            policy: its policy.
+            memory: the memory.
+            kept: the groups of layers that vLLM keeps.
+
+        Raises:
+            UnservableError: documents cannot be loaded.
+        """
         layer = attention_layers(config)[0]
         shape = model_shape(config, layer)
         backend = backend_of(config, policy, shape).backend
@@ -78,46 +100,60 @@ class Worker:
         kernels = page_kernels_of(backend)
         pool = PagePool.over(memory.data, free=not memory.kept, poison=poison, kernels=kernels)
         meter = Meter(shape, Tally()) if is_heard(config) else None
-        empty = PolicyCache(
-            policy,
-            shape,
-            page_tokens=memory.account.page_tokens,
-            device=memory.data.device,
-            backend=backend,
-            pool=pool,
-            tally=None if meter is None else meter.tally,
-            careful=True,
+        pages, device = memory.account.page_tokens, memory.data.device
+        cache = partial(
+            PolicyCache, policy, shape, page_tokens=pages, device=device, backend=backend
         )
+        empty = cache(pool=pool, tally=None if meter is None else meter.tally, careful=True)
         requests = RequestBatch(empty, layer.impl.scale, _tell)
+        windows, later = LoadedWindows.of(config, kept), {}
         for each in documents(config, policy):
             try:
-                requests.prefixes.load(each.number, empty, each.state)
+                windows.expect(each.own, len(each.ids))
+                if memory.kept:  # the pool has pages once the scheduler has taken blocks
+                    cache().restore(each.state)
+                    later[each.number] = each
+                else:
+                    requests.prefixes.load(each.number, empty, each.state)
             except DamagedStateError as error:
                 raise each.damaged(error) from None
             except PoolExhausted as error:
                 raise UnservableError(f"{each.path} is larger than the memory: {error}") from error
             except ValueError as error:
                 raise UnservableError(f"{each.path} cannot be served: {error}") from error
-        return cls(requests, pool, memory, meter)
+        return cls(requests, pool, memory, meter, windows=windows, documents=later)
 
     def begin(self, metadata: StepMetadata) -> None:
         """Begin a step: free requests that ended, compress if blocks are short, and move pages.
+
+        Drafts of the steps before that were right are stored first.
 
         If vLLM has built the step's rows, they are opened, since a graph may be launched next, in
         which no layer is called.
         """
         self.metadata, changes, self.computed = metadata, metadata.changes, False
-        self.requests.begin(metadata.requests, metadata.gone, metadata.kept, metadata.dropped)
+        of_prefixes = metadata.kept, metadata.dropped, metadata.reached
+        self.requests.begin(metadata.requests, metadata.gone, *of_prefixes)
         if changes.left:
             self._withdraw(self.memory.pages(changes.left))
         if changes.taken:
             self.pool.release(self.memory.pages(changes.taken))
+        for number, places in metadata.loads.items():
+            self._load(self.documents.pop(number), places)
+        self.requests.confirm()  # only what is right is compressed
         self.compressed = self.requests.compress() if metadata.short else set()
         if changes.leaving:
             self._withdraw(self.memory.pages(changes.leaving))
+        self.memory.copy(metadata.copies.before)
         rows, self.rows = self.rows, None
         if rows is not None and self.requests.are_of_step(rows):
             self.requests.open(rows)
+
+    def _load(self, document: LoadedDocument, places: Sequence[Place]) -> None:
+        """Load a document, with blocks of the layers that vLLM keeps."""
+        self.requests.prefixes.load(document.number, self.requests.empty, document.state)
+        self.memory.clear([block for _, blocks in places for block in blocks])
+        self.windows.write(document.own, len(document.ids), places)
 
     def _withdraw(self, pages: Int[Tensor, " n"]) -> None:
         ids = self.pool.withdraw(pages)
@@ -136,6 +172,8 @@ class Worker:
             return
         self.computed = True
         self.requests.end()
+        if self.metadata is not None:
+            self.memory.copy(self.metadata.copies.after)
         if not self.requests.attended:
             raise RuntimeError(_MADE_UP)
 
