@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from codec_laws import coded, expect_within_bound
 from kv_policy import PageLayout, TokenFormat
 from kv_policy.described import described
 from kv_policy.testing import check_codec
@@ -33,11 +34,7 @@ def cases(draw: st.DrawFn, elements: st.SearchStrategy[float] = FLOATS):
 @settings(max_examples=300, deadline=None, derandomize=True)
 def test_bytes_and_vectors_are_those_of_the_oracle(case):
     codec, x = case
-    data = codec.encode(x)
-    back = codec.decode(data)
-    assert data.shape == (len(x), sum(codec.parts))
-    assert back.dtype == torch.float32
-    assert back.shape == x.shape
+    data, back = coded(codec, x)
     for row, vector, again in zip(
         data.tolist(), x[:, 0].double().tolist(), back[:, 0].tolist(), strict=True
     ):
@@ -48,12 +45,7 @@ def test_bytes_and_vectors_are_those_of_the_oracle(case):
 @given(cases())
 @settings(max_examples=300, deadline=None, derandomize=True)
 def test_error_is_within_the_bound(case):
-    codec, x = case
-    bound = codec.bound(x)
-    error = (codec.decode(codec.encode(x)).double() - x.double()).abs()
-    assert not bound.isnan().any()
-    assert (error <= bound)[~x.isnan()].all()
-    assert torch.equal(bound.isinf(), ~x.isfinite())
+    expect_within_bound(*case)
 
 
 @given(cases(st.floats(-100, 100, width=32)), st.integers(-6, 6))

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from codec_laws import coded, expect_within_bound
 from kv_policy import BitLayout, PlaneLayout
 from kv_policy.testing import check_codec
 from kv_quant import LIMIT, IntegerCodec, reference
@@ -51,10 +52,7 @@ def test_bytes_are_those_of_the_oracle(case):
 @settings(max_examples=200, deadline=None, derandomize=True)
 def test_decoding_is_that_of_the_oracle(case):
     codec, x = case
-    data = codec.encode(x)
-    back = codec.decode(data)
-    assert back.dtype == torch.float32
-    assert back.shape == x.shape
+    data, back = coded(codec, x)
     for row, vector in zip(data, back[:, 0].tolist(), strict=True):
         assert [vector] == reference.decode(codec.planes, bytes(row.tolist()))
 
@@ -71,13 +69,7 @@ def test_many_normal_vectors_agree_with_the_oracle(bits, group):
 @given(cases())
 @settings(max_examples=400, deadline=None, derandomize=True)
 def test_error_is_within_the_bound(case):
-    codec, x = case
-    bound = codec.bound(x)
-    error = (codec.decode(codec.encode(x)).double() - x.double()).abs()
-    assert bound.shape == x.shape
-    assert not bound.isnan().any()
-    assert (error <= bound)[~x.isnan()].all()
-    assert torch.equal(bound.isinf(), ~x.isfinite())
+    expect_within_bound(*case)
 
 
 @given(cases(st.floats(-3e4, 3e4, width=32)))

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from codec_laws import coded, expect_within_bound
 from kv_policy import PageLayout, TokenFormat
 from kv_policy.described import described
 from kv_policy.testing import check_codec
@@ -64,11 +65,7 @@ def expected(codec: OutlierCodec, vector: list[float]) -> tuple[bytes, list[floa
 @settings(max_examples=300, deadline=None, derandomize=True)
 def test_bytes_and_vectors_are_those_of_the_oracle(case):
     codec, x = made(case)
-    data = codec.encode(x)
-    back = codec.decode(data)
-    assert data.shape == (len(x), sum(codec.parts))
-    assert back.dtype == torch.float32
-    assert back.shape == x.shape
+    data, back = coded(codec, x)
     for row, vector, again in zip(
         data.tolist(), x[:, 0].double().tolist(), back[:, 0].tolist(), strict=True
     ):
@@ -80,12 +77,7 @@ def test_bytes_and_vectors_are_those_of_the_oracle(case):
 @given(cases())
 @settings(max_examples=300, deadline=None, derandomize=True)
 def test_error_is_within_the_bound(case):
-    codec, x = made(case)
-    bound = codec.bound(x)
-    error = (codec.decode(codec.encode(x)).double() - x.double()).abs()
-    assert not bound.isnan().any()
-    assert (error <= bound)[~x.isnan()].all()
-    assert torch.equal(bound.isinf(), ~x.isfinite())
+    expect_within_bound(*made(case))
 
 
 @given(cases(st.integers(-20, 20).map(float)))

@@ -12,12 +12,11 @@ from torch import Tensor
 
 from kv_paging import PagePool
 from kv_policy import Budget, Evictor, KVPolicy, LayerView, Replan, compose, parse
-from kv_runtime import PolicyCache, RequestBatch, RequestRows, RequestStep, unlike_drafts
+from kv_runtime import PolicyCache, RequestBatch, RequestStep, unlike_drafts
+from requested import CHUNK, PROMPTS, SCALE, drawn, seen_alone, stepped
 from tiered_policies import SHAPE, Exact, Turned
 
-SCALE, CHUNK, LONGEST = 0.4, 7, 48
-HEADS = SHAPE.kv_heads * SHAPE.group
-PROMPTS = {"a": 19, "b": 6, "c": 11}
+LONGEST = 48  # tokens of a request
 RAGGED = Turned("6253", "154")  # each head of each layer has ranks of its own
 POLICIES: dict[str, KVPolicy] = {
     "raw": parse("raw"),
@@ -51,13 +50,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.draw, noise = random.Random(self.seed), torch.Generator().manual_seed(self.seed)
-        sizes = (HEADS, SHAPE.key_dim), (SHAPE.kv_heads, SHAPE.key_dim)
-        sizes = (*sizes, (SHAPE.kv_heads, SHAPE.value_dim))
-        self.noise = noise
-        self.tokens = {
-            name: [torch.randn(SHAPE.layers, LONGEST, *size, generator=noise) for size in sizes]
-            for name in PROMPTS
-        }
+        self.noise, self.tokens = noise, drawn(noise, LONGEST)
 
     @cached_property
     def pool(self) -> PagePool:
@@ -82,7 +75,7 @@ class Engine:
 
         A prompt may be `padded` with drafts, and a request fail if that is `allowed`.
         """
-        steps, start, vectors, rights = {}, [0], [], {}
+        steps, vectors, rights = {}, [], {}
         for key, name in enumerate(names):
             done, prompt = self.computed[name], PROMPTS[name]
             drafts, right = 0, 0
@@ -95,42 +88,20 @@ class Engine:
                 right = self.draw.randint(0, drafts)
             steps[key] = RequestStep(name, done, count + drafts, prompt, serial=key, drafts=drafts)
             vectors.append(self.brought(name, count + drafts, count + right))
-            start.append(start[-1] + count + drafts)
             rights[name] = count + right
             self.accepted, self.rejected = self.accepted + right, self.rejected + drafts - right
-        self.batch.begin(steps, ())
-        rows, outs = RequestRows(tuple(steps), tuple(start)), []
-        for layer in range(SHAPE.layers):
-            given = [torch.cat([x[i][layer] for x in vectors]) for i in range(3)]
-            for left in range(self.readers, -1, -1):
-                outs.append(torch.full((start[-1], HEADS, SHAPE.value_dim), torch.nan))
-                self.batch.attend(layer, rows, *given, outs[-1], more=left > 0)
-        self.batch.end()
-        whole = torch.stack(outs)
-        assert bool(whole.isfinite().all())
+        outs = stepped(self.batch, steps, vectors, (), self.readers)
+        assert all(bool(x.isfinite().all()) for x in outs)
         assert allowed or not self.told
         for name, right in rights.items():
             self.computed[name] += right
-        return {name: whole[:, start[i] : start[i] + rights[name]] for i, name in enumerate(names)}
+        return {name: x[:, : rights[name]] for name, x in zip(names, outs, strict=True)}
 
     def alone(self, name: str) -> Iterator[Tensor]:
         """What each token of a request sees without drafts, in a cache that it has for itself."""
-        cache, done = PolicyCache(self.policy, SHAPE, backend=self.backend), 0
-        while True:
-            count = min(CHUNK, PROMPTS[name] - done) if done < PROMPTS[name] else 1
-            more = done + count < PROMPTS[name]
-            valid = torch.ones(1, count, dtype=torch.bool)
-            cache.begin(valid, prompt=done < PROMPTS[name], more=more)
-            outs = []
-            for layer in range(SHAPE.layers):
-                q, k, v = (x[layer, done : done + count][None] for x in self.tokens[name])
-                grouped = q.unflatten(2, (SHAPE.kv_heads, -1)).permute(0, 2, 3, 1, 4)
-                fresh = k.transpose(1, 2), v.transpose(1, 2)
-                for left in range(self.readers, -1, -1):
-                    out = cache.attend(layer, grouped, *fresh, SCALE, more=left > 0)
-                    outs.append(out.permute(0, 3, 1, 2, 4).flatten(2, 3)[0])
-            yield from torch.stack(outs).unbind(1)
-            done += count
+        given = self.policy, self.tokens[name], PROMPTS[name], self.readers, self.backend
+        for found in seen_alone(*given):
+            yield from found.unbind(1)
 
 
 @dataclass(frozen=True)
@@ -254,6 +225,7 @@ def test_lack_of_pages_for_drafts_fails_the_requests_and_frees_all() -> None:
         ("k4v2:window=5", None),
         ("h2o:budget=12", "observes the attention of generated queries"),
         ("streaming:budget=9", "evicts or moves another"),
+        ("quest:budget=25%+k4v2", "reads pages by bounds"),
         ("kv-compress:rate=2,every=4", "observes the attention of generated queries"),
     ],
 )

@@ -10,12 +10,10 @@ from torch import Tensor
 from kv_evict import Knorm
 from kv_paging import PagePool
 from kv_policy import Budget, KVPolicy, LayerView, parse
-from kv_runtime import PolicyCache, RequestBatch, RequestRows, RequestStep
+from kv_runtime import PolicyCache, RequestBatch, RequestStep
+from requested import CHUNK, PROMPTS, SCALE, drawn, seen_alone, stepped
 from tiered_policies import SHAPE
 
-SCALE, CHUNK = 0.4, 7
-HEADS = SHAPE.kv_heads * SHAPE.group
-PROMPTS = {"a": 19, "b": 6, "c": 11}  # "a" takes three steps, "c" two
 POLICIES = (
     "raw",
     "k8v4:window=8",
@@ -46,53 +44,23 @@ class Engine:
         if self.fixed:
             self.batch.fix(self.fixed, 40)
         draw = torch.Generator().manual_seed(2)
-        sizes = (HEADS, SHAPE.key_dim), (SHAPE.kv_heads, SHAPE.key_dim)
-        sizes = (*sizes, (SHAPE.kv_heads, SHAPE.value_dim))
-        self.tokens = {
-            name: [torch.randn(SHAPE.layers, 40, *size, generator=draw) for size in sizes]
-            for name in PROMPTS
-        }
+        self.tokens = drawn(draw, 40)
 
     def step(self, *names: str, gone: tuple[str, ...] = (), **more: object) -> dict[str, Tensor]:
         """Do a step of these requests, and give what their tokens see, by layer."""
-        steps, start, brought = {}, [0], []
+        steps, brought = {}, []
         for key, name in enumerate(names):
             done, prompt = self.computed[name], PROMPTS[name]
             count = min(CHUNK, prompt - done) if done < prompt else 1
             steps[key] = RequestStep(name, done, count, prompt, serial=10 + key, **more)
             brought.append([x[:, done : done + count] for x in self.tokens[name]])
-            start.append(start[-1] + count)
             self.computed[name] = done + count
-        self.batch.begin(steps, gone)
-        rows, outs = RequestRows(tuple(steps), tuple(start)), []
-        for layer in range(SHAPE.layers):
-            given = [torch.cat([x[i][layer] for x in brought]) for i in range(3)]
-            for left in range(self.readers, -1, -1):
-                outs.append(torch.full((start[-1], HEADS, SHAPE.value_dim), torch.nan))
-                self.batch.attend(layer, rows, *given, outs[-1], more=left > 0)
-        self.batch.end()
-        whole = torch.stack(outs)
-        return {name: whole[:, start[i] : start[i + 1]] for i, name in enumerate(names)}
+        found = stepped(self.batch, steps, brought, gone, self.readers)
+        return dict(zip(names, found, strict=True))
 
     def alone(self, name: str) -> Iterator[Tensor]:
         """What the tokens of a request see, step by step, in a cache that it has for itself."""
-        cache, done = PolicyCache(self.policy, SHAPE, backend="torch"), 0
-        while True:
-            count = min(CHUNK, PROMPTS[name] - done) if done < PROMPTS[name] else 1
-            more = done + count < PROMPTS[name]
-            cache.begin(
-                torch.ones(1, count, dtype=torch.bool), prompt=done < PROMPTS[name], more=more
-            )
-            outs = []
-            for layer in range(SHAPE.layers):
-                q, k, v = (x[layer, done : done + count][None] for x in self.tokens[name])
-                grouped = q.unflatten(2, (SHAPE.kv_heads, -1)).permute(0, 2, 3, 1, 4)
-                fresh = k.transpose(1, 2), v.transpose(1, 2)
-                for left in range(self.readers, -1, -1):
-                    out = cache.attend(layer, grouped, *fresh, SCALE, more=left > 0)
-                    outs.append(out.permute(0, 3, 1, 2, 4).flatten(2, 3)[0])
-            yield torch.stack(outs)
-            done += count
+        return seen_alone(self.policy, self.tokens[name], PROMPTS[name], self.readers)
 
 
 @pytest.mark.parametrize("fixed", [0, 4])

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+import kv_transformers.cache
 from alone import Reader, left, right, sharp_model, steps
-from kv_runtime import PolicyCache
 from kv_transformers import CompressedCache
 from kv_transformers.cache_argument import passing
 
@@ -121,17 +121,17 @@ def count_drafts(monkeypatch: pytest.MonkeyPatch) -> tuple[list[bool], list[int]
     """Return what will note drafts that are stored, and the arguments of crops."""
     confirmed: list[bool] = []
     cropped: list[int] = []
-    confirm, crop = PolicyCache.confirm, CompressedCache.crop
+    store, crop = kv_transformers.cache.store_drafts, CompressedCache.crop
 
-    def noting(self, valid, tokens) -> None:
+    def noting(cache, valid, tokens) -> None:
         confirmed.append(True)
-        confirm(self, valid, tokens)
+        store(cache, valid, tokens)
 
     def cropping(self, columns) -> None:
         cropped.append(int(columns))
         crop(self, columns)
 
-    monkeypatch.setattr(PolicyCache, "confirm", noting)
+    monkeypatch.setattr(kv_transformers.cache, "store_drafts", noting)
     monkeypatch.setattr(CompressedCache, "crop", cropping)
     return confirmed, cropped
 

@@ -22,6 +22,7 @@ from kv_runtime.bases import Bases, Folded, same_maps, widened
 from kv_runtime.cache import PolicyCache
 from kv_runtime.checks import check_basis, check_budgets, check_shift
 from kv_runtime.decode_buffers import DecodeBuffers, captures
+from kv_runtime.drafted_rows import store_drafts
 from kv_runtime.drafts import split_requests
 from kv_runtime.expanded import Expanded
 from kv_runtime.fixed_rows import captures_pages, fixed_bytes
@@ -48,6 +49,7 @@ from kv_runtime.self_check import SelfCheck
 from kv_runtime.slots import Blocks, SlotLayer, SlotStep, fit_block
 from kv_runtime.stats import Tally
 from kv_runtime.token_rows import TokenRows
+from kv_runtime.verified import Column, Verified
 
 __all__ = [
     "AHEAD",
@@ -58,6 +60,7 @@ __all__ = [
     "Blocks",
     "CacheFacts",
     "CacheState",
+    "Column",
     "DamagedStateError",
     "DecodeBuffers",
     "Expanded",
@@ -88,6 +91,7 @@ __all__ = [
     "TokenRows",
     "TokenVectors",
     "TurnCounts",
+    "Verified",
     "appends_only",
     "backend_for",
     "budget_tokens",
@@ -116,6 +120,7 @@ __all__ = [
     "same_maps",
     "serving",
     "split_requests",
+    "store_drafts",
     "unlike_drafts",
     "widened",
 ]

@@ -35,7 +35,6 @@ from kv_runtime.forward_pass import Forward, Pass
 from kv_runtime.joined import checked_states
 from kv_runtime.layout import Layout
 from kv_runtime.memory import MemoryReport
-from kv_runtime.pending import PendingTokens, Tentative, TokenVectors, Verified
 from kv_runtime.replay import ReplayChunk, Rereading, WaitingPrompts
 from kv_runtime.retain.keep_all import KeepAll
 from kv_runtime.retain.selected import KeepSelected
@@ -49,6 +48,7 @@ from kv_runtime.saved import (
 )
 from kv_runtime.shared_layer import SharedLayer
 from kv_runtime.stats import Tally
+from kv_runtime.verified import Verified
 
 
 class PolicyCache:
@@ -98,8 +98,7 @@ class PolicyCache:
         self.policy, self.shape = policy, shape
         self.selector = None if policy.selector is None else complete(policy.selector)
         self.device, self._pages, self._pool = torch.device(device), pages, pool
-        self.tally = tally or Tally()
-        self._careful = careful
+        self.tally, self._careful = tally or Tally(), careful
         checks.check_basis(policy, shape)
         self.bases = (
             None if policy.basis is None else Bases.of(policy.basis, shape, self.device, folded)
@@ -123,8 +122,7 @@ class PolicyCache:
     def share_prefill(self, others: "Sequence[PolicyCache]") -> None:
         """Store the next pass of this empty cache in other empty caches, too.
 
-        With an empty cache a prompt attends only to itself, so attention depends on the basis of a
-        policy and on nothing else of it.
+        With an empty cache a prompt attends only to itself, so of a policy only its basis matters.
 
         Args:
             others: caches of the same shape with equal bases.
@@ -133,19 +131,8 @@ class PolicyCache:
             ValueError: a cache holds tokens, or its basis or its replay differs.
         """
         for cache in (self, *others):
-            if cache.batch is not None:
-                raise ValueError("a cache that holds tokens cannot share a prefill; reset it first")
-            mine, its = self.bases, cache.bases
-            if not (mine is its if mine is None or its is None else mine.same_as(its)):
-                raise ValueError(
-                    f"{cache.policy} stores vectors in another basis than {self.policy}, so they "
-                    "cannot share a prefill"
-                )
-            if cache.replay != self.replay:
-                raise ValueError(
-                    f"{cache.policy} and {self.policy} do not read a prompt again in the same way, "
-                    "so they cannot share a prefill"
-                )
+            both = self.policy, self.bases, cache.policy, cache.bases
+            checks.check_shares(cache.batch, *both, alike=cache.replay == self.replay)
         self._followers = tuple(others)
 
     def another(self, budget: Budget | None = None) -> "PolicyCache":
@@ -170,7 +157,6 @@ class PolicyCache:
         self._places: tuple[Int[Tensor, "B H W"] | None, ...] = ()  # of the same tokens, if read
         self._shared: SharedLayer | None = None
         self._waiting: WaitingPrompts | None = None
-        self._verified: Verified | None = None  # the last pass, if it had drafts
 
     @property
     def replay(self) -> Replay | None:
@@ -231,7 +217,6 @@ class PolicyCache:
         self._keeper.prepare(batch, now)
         batch.update_bounds(now.whole)
         self.batch, self._pass, self._next_layer = batch, now, 0
-        self._verified = None
         self._alone = self._order = self._views = None
         self._places = ()
         self._goes_on = now.whole.is_partial_prefill
@@ -416,111 +401,23 @@ class PolicyCache:
         self.keep(layer, keys, values, result)
         return True
 
-    def begin_drafts(self, drafts: Sequence[Bool[Tensor, "B 1"]]) -> None:
-        """Let drafts follow the tokens of a decode pass, after `begin`.
+    def begin_drafts(self, drafts: Sequence[Bool[Tensor, "B 1"]]) -> Verified:
+        """Let drafts follow the tokens of a decode pass, after `begin`; return their attention.
 
         Args:
-            drafts: for each further column, which sequences have a draft there; one with a draft
-                has a token in every column before.
+            drafts: which sequences have one in each further column, and in all columns before it.
 
         Raises:
             RuntimeError: `begin` was not called.
             ValueError: drafts would not be attended as decoded tokens, see `unlike_drafts`.
         """
-        now, _ = self._expect(0)
+        now, batch = self._expect(0)
         checks.check_drafts(self.policy)
-        self._verified = Verified.of(now.whole, drafts)
-
-    def attend_drafts(
-        self,
-        layer: int,
-        tokens: Sequence[
-            tuple[Float[Tensor, "B H G 1 D"], Float[Tensor, "B H 1 D"], Float[Tensor, "B Hv 1 Dv"]]
-        ],
-        scale: float,
-        softcap: float | None = None,
-        sinks: Float[Tensor, "H G"] | None = None,
-        *,
-        more: bool = False,
-    ) -> list[Float[Tensor, "B Hv Gv 1 _"]]:
-        """Attend to the drafts of a layer, before `attend` does to the tokens they follow.
-
-        A draft attends to the tokens before it as decode steps would have stored them. The layer
-        holds the same bytes before and after.
-
-        Args:
-            layer: the layer.
-            tokens: queries, keys and values of each column, that of `attend` first.
-            scale: as for `attend`.
-            softcap: the same.
-            sinks: the same.
-            more: the same.
-
-        Returns:
-            The attention of each column but the first; 0 where a sequence has no draft.
-
-        Raises:
-            RuntimeError: `begin_drafts` was not called, or layers are out of order.
-            kv_paging.PoolExhausted: a fixed pool is too small for the drafts.
-        """
-        _, batch = self._expect(layer)
-        if self._verified is None:
-            raise RuntimeError("drafts attend, but a call of begin_drafts() was expected")
-        if self.bases is not None:
-            checks.check_shift(self.policy, self.bases.key_maps[layer], softcap, sinks)
-            sinks = by_stored_head(self.bases.queries(layer, tokens[0][0]), sinks)
-        held, found, vectors = Tentative(batch, layer), [], []
-        passes = self._verified.passes
-        for i, (now, given) in enumerate(zip(passes, tokens, strict=True)):
-            query, key, value = given
-            if self.bases is not None:
-                query = self.bases.queries(layer, query)
-                key, value = self.bases.keys(layer, key), self.bases.values(layer, value)
-            vectors.append(TokenVectors(key, value, *given[1:]))
-            if i:
-                held.store(passes[i - 1], vectors[i - 1])
-                options = scale, (Observe(),), self.backend, softcap, sinks
-                out = attended(batch, now, layer, (query, key, value), *options).out
-                dim = given[2].shape[-1]
-                found.append(out if self.bases is None else self.bases.undone(layer, out, dim))
-        held.end()
-        if not more:
-            self._verified.layers.append(tuple(vectors[1:]))
-        return found
-
-    def drafted(self, sequence: int, first: int, count: int) -> PendingTokens:
-        """Return the drafts of a sequence in the last pass, for `confirm`.
-
-        Args:
-            sequence: its number.
-            first: tokens of the request before the drafts.
-            count: its drafts.
-        """
-        assert self._verified is not None, "the pass had drafts"
-        return self._verified.pending(sequence, first, count)
-
-    def confirm(self, valid: Bool[Tensor, "B 1"], tokens: TokenVectors) -> None:
-        """Store drafts that were right, one of each sequence, as a decode pass would have.
-
-        Args:
-            valid: which sequences have one.
-            tokens: the drafts in all layers; those of other sequences are ignored.
-
-        Raises:
-            kv_paging.PoolExhausted: a fixed pool is too small for the new tokens.
-        """
-        self.begin(valid, prompt=False, counted=False)
-        for layer in range(self.shape.layers):
-            each = tokens.layer(layer)
-            nothing = Attended(each.own_value[:, :, None])
-            self.keep(layer, each.key, each.value, nothing, None, (each.own_key, each.own_value))
-        self.count()
+        return Verified.of(now.whole, drafts, batch, self.policy, self.bases, self.backend)
 
     def _by_position(self, chosen: Bool[Tensor, "B Lq T"]) -> Bool[Tensor, "B Lq T"]:
         """Return which tokens are chosen in the current pass, by position."""
-        now, batch = self._pass, self.batch
-        assert now is not None  # checked by `attend`
-        assert batch is not None
+        now, batch = self._expect(self._next_layer)
         if self._order is None:
             self._order = batch.column_order(now.whole)
         checks.check_chosen(chosen, self._order.shape[1], batch.columns)

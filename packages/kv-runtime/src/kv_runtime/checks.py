@@ -6,7 +6,7 @@ from typing import NoReturn
 from torch import Tensor
 
 from kv_policy import Budget, CacheShape, HeadBasis, KVPolicy, Replay, TokenFormat, complete
-from kv_runtime.bases import Folded
+from kv_runtime.bases import Bases, Folded
 from kv_runtime.batch import Batch
 from kv_runtime.pending import unlike_drafts
 from kv_runtime.shared_layer import SharedLayer
@@ -297,6 +297,41 @@ def check_branch(batch: Batch | None, *, over_shared: bool, goes_on: bool) -> No
         raise ValueError(
             "a sequence is continued in another cache if it has tokens of a finished prompt, over "
             "a pool that both share; use copy.deepcopy for a cache with a pool of its own"
+        )
+
+
+def check_shares(
+    batch: Batch | None,
+    mine: KVPolicy,
+    own: Bases | None,
+    its: KVPolicy,
+    bases: Bases | None,
+    *,
+    alike: bool,
+) -> None:
+    """Raise if a cache cannot store the prefill of another one, too.
+
+    Args:
+        batch: its batch.
+        mine: the policy of the cache that attends.
+        own: the bases of that one.
+        its: the policy of the cache.
+        bases: its bases.
+        alike: whether both read a prompt again in the same way.
+
+    Raises:
+        ValueError: it holds tokens, or its basis or its replay differs.
+    """
+    if batch is not None:
+        raise ValueError("a cache that holds tokens cannot share a prefill; reset it first")
+    if not (own is bases if own is None or bases is None else own.same_as(bases)):
+        raise ValueError(
+            f"{its} stores vectors in another basis than {mine}, so they cannot share a prefill"
+        )
+    if not alike:
+        raise ValueError(
+            f"{its} and {mine} do not read a prompt again in the same way, so they cannot share a "
+            "prefill"
         )
 
 

@@ -1,17 +1,19 @@
 """Decoding requests of which some verify drafts, as columns of one token per sequence."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kv_attention import Attended
 from kv_runtime.cache import PolicyCache
 from kv_runtime.copies import to_device
 from kv_runtime.output_rows import write_rows
-from kv_runtime.pending import PendingTokens
+from kv_runtime.pending import PendingTokens, TokenVectors
 from kv_runtime.token_rows import TokenRows
+from kv_runtime.verified import Verified
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ class _Column:
         return x.index_select(0, self.source)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DraftedRows:
     """The tokens of a decode step, and drafts after them; rows index the tokens of the step.
 
@@ -53,6 +55,7 @@ class DraftedRows:
     cache: PolicyCache
     columns: tuple[_Column, ...]
     drafts: tuple[int, ...]
+    _verified: Verified | None = field(default=None, init=False)  # of the pass, once it began
 
     @classmethod
     def of(
@@ -83,7 +86,7 @@ class DraftedRows:
         """Begin the forward pass of the step, which `PolicyCache.count` ends."""
         first, *drafts = (column.taken for column in self.columns)
         first.begin(prompt=False, more=False)
-        self.cache.begin_drafts([each.real for each in drafts])
+        self._verified = self.cache.begin_drafts([each.real for each in drafts])
 
     def attend(
         self,
@@ -99,6 +102,7 @@ class DraftedRows:
         more: bool = False,
     ) -> None:
         """Attend, store the first column, and write all rows, as `TokenRows.attend`."""
+        assert self._verified is not None, "begin was called"
         heads, (first, *drafts) = key.shape[1], self.columns
         mine = [[column.take(x) for x in (query, key, value)] for column in self.columns]
         grouped = [
@@ -106,7 +110,7 @@ class DraftedRows:
             for q, k, v in mine
         ]
         by_head = None if sinks is None else sinks.view(heads, -1)
-        found = self.cache.attend_drafts(layer, grouped, scale, softcap, by_head, more=more)
+        found = self._verified.attend(layer, grouped, scale, softcap, by_head, more=more)
         for column, out in zip(drafts, found, strict=True):
             write_rows(out, output, column.target, column.place)
         into = output.new_empty(len(first.source), *output.shape[1:])
@@ -121,8 +125,28 @@ class DraftedRows:
             names: the names of the sequences.
             steps: tokens of each that are right, by name.
         """
+        assert self._verified is not None, "begin was called"
         return {
-            name: self.cache.drafted(i, steps[name], self.drafts[i])
+            name: self._verified.pending(i, steps[name], self.drafts[i])
             for i, name in enumerate(names)
             if self.drafts[i]
         }
+
+
+def store_drafts(cache: PolicyCache, valid: Bool[Tensor, "B 1"], tokens: TokenVectors) -> None:
+    """Store drafts that were right, one of each sequence, as a decode pass would have.
+
+    Args:
+        cache: the cache, between two passes.
+        valid: which sequences have one.
+        tokens: the drafts in all layers; those of other sequences are ignored.
+
+    Raises:
+        kv_paging.PoolExhausted: a fixed pool is too small for the new tokens.
+    """
+    cache.begin(valid, prompt=False, counted=False)
+    for layer in range(cache.shape.layers):
+        each = tokens.layer(layer)
+        nothing = Attended(each.own_value[:, :, None])
+        cache.keep(layer, each.key, each.value, nothing, None, (each.own_key, each.own_value))
+    cache.count()

@@ -1,21 +1,17 @@
 """Drafted tokens of decoding requests: attended as decoded tokens, stored once they are right.
 
-A step verifies the newest token of a request, and drafts after it. Each attends to what it would
-attend to as the only token of its step: to all tokens before it as decode steps store them. For
-that the tokens before a draft are stored in one layer, and taken back when its drafts have
-attended. So between steps a cache holds tokens alone that are right, and drafts are vectors beside
-it, until the next step says how many of them are.
+A cache holds tokens alone that are right. The drafts of a step are vectors beside it, until the
+next step tells how many of them are right; `verified` has their attention.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from kv_policy import KVPolicy, complete
-from kv_runtime.batch import Batch, Pass, flat
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,85 +79,10 @@ class PendingTokens:
         count = computed - self.first
         if not 0 <= count <= len(self.drafts):
             raise ValueError(
-                f"a step goes on after {computed} tokens, but the cache holds {self.first} and "
+                f"a step continues after {computed} tokens, but the cache holds {self.first} and "
                 f"{len(self.drafts)} drafts; please report this with the engine's version"
             )
         return self.drafts[:count]
-
-
-@dataclass(slots=True)
-class Verified:
-    """A decode pass with drafts.
-
-    Attributes:
-        passes: the decode passes that its columns would be; the first is that of tokens that are
-            right.
-        layers: the drafts of each layer that has attended, by column.
-    """
-
-    passes: tuple[Pass, ...]
-    layers: list[tuple[TokenVectors, ...]] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, now: Pass, drafts: Sequence[Bool[Tensor, "B 1"]]) -> "Verified":
-        """Return a pass with further columns.
-
-        Args:
-            now: the pass of the first column.
-            drafts: which sequences have a draft, for each further column.
-        """
-        passes = [now]
-        for valid in drafts:
-            before = passes[-1].total
-            position = before[:, None].masked_fill(~valid, -1)
-            passes.append(Pass(position, before + valid[:, 0].long(), is_prefill=False))
-        return cls(tuple(passes))
-
-    def pending(self, sequence: int, first: int, count: int) -> PendingTokens:
-        """Return a sequence's `count` drafts, once all layers have attended."""
-        columns = [*zip(*self.layers, strict=True)][:count]
-        drafts = [TokenVectors.stacked(layers).of(sequence) for layers in columns]
-        return PendingTokens(first, tuple(drafts))
-
-
-class Tentative:
-    """Tokens in one layer of a batch, stored as decode steps store them, and then taken back."""
-
-    def __init__(self, batch: Batch, layer: int) -> None:
-        """Mark what the layer holds."""
-        self._batch, self._layer = batch, slice(layer, layer + 1)
-        self._rows = batch.table_rows(self._layer)
-        self._marks = batch.tiers.marked(self._rows)
-        self._left: list[tuple[Pass, Tensor, Tensor]] = []
-
-    def store(self, now: Pass, token: TokenVectors) -> None:
-        """Store a token of each sequence that a decode pass would store.
-
-        Raises:
-            kv_paging.PoolExhausted: the pool has too few pages.
-        """
-        batch, key, value, position = self._batch, token.key, token.value, now.position
-        if batch.window is not None:
-            given = key[None], value[None], position, now.total
-            old_key, old_value, position, _ = batch.window.exchange(*given, layers=self._layer)
-            self._left.append((now, old_key, old_value))
-            batch.window.hold_newest(now.total)
-            key, value = old_key[0], old_value[0]
-        where = flat(batch.by_head(position))
-        layout = batch.tiers.parts[0].layout
-        score = torch.zeros_like(where, dtype=torch.float32) if layout.scores else None
-        stored = where.int() if layout.positions else None
-        batch.tiers.append(0, self._rows, flat(key), flat(value), where >= 0, score, stored)
-
-    def end(self) -> None:
-        """Take all tokens back; the layer holds what it did, and the same bytes."""
-        for now, key, value in reversed(self._left):
-            assert self._batch.window is not None, "they are from it"
-            self._batch.window.exchange(key, value, now.position, now.total, layers=self._layer)
-        if self._batch.window is not None:
-            self._batch.window.hold_newest(self._batch.seen)
-        for mark in self._marks:
-            mark.take_back()
 
 
 def unlike_drafts(policy: KVPolicy) -> str | None:
@@ -170,6 +91,8 @@ def unlike_drafts(policy: KVPolicy) -> str | None:
     Generated tokens must join the others and do nothing else: a step with drafts stores and
     observes none of them before it is known to be right.
     """
+    if policy.reading is not None:
+        return "it reads pages by bounds of their keys, which a rejected draft would have changed"
     selector = None if policy.selector is None else complete(policy.selector)
     if selector is None:
         return None

@@ -15,7 +15,7 @@ from torch import Tensor
 from kv_paging import PoolExhausted
 from kv_policy import Budget
 from kv_runtime.cache import PolicyCache
-from kv_runtime.drafted_rows import DraftedRows
+from kv_runtime.drafted_rows import DraftedRows, store_drafts
 from kv_runtime.fixed_rows import FixedRows
 from kv_runtime.measure import HeldCopy, RequestHeld, held_numbers
 from kv_runtime.pending import PendingTokens, TokenVectors
@@ -95,7 +95,7 @@ class RequestBatch:
     example in a policy, ends only that request.
 
     A step may verify drafts of requests. Their caches hold none of them until a later step of the
-    request goes on after those that were right: `confirm` stores these, at the latest in `open`.
+    request continues after those that were right: `confirm` stores these, at the latest in `open`.
 
     After `fix` a forward pass of decoding requests may be captured: `capture` in place of `attend`.
     Where it is launched again, a step calls `begin`, `open` and `end` alone.
@@ -203,7 +203,7 @@ class RequestBatch:
         valid = torch.tensor([[name in self._right] for name in self.names])
         self._right = {name: rest for name, (_, *rest) in self._right.items() if rest}
         try:
-            cache.confirm(valid.to(self.empty.device), TokenVectors.joined(each))
+            store_drafts(cache, valid.to(self.empty.device), TokenVectors.joined(each))
         except Exception as error:
             self._fail(cache, error)
 

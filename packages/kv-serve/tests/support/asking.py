@@ -1,6 +1,7 @@
 """Requests to an engine in the test process, and the prefixes that it stores."""
 
-from collections.abc import Sequence
+import random
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,6 +34,34 @@ def asked(
     given = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
     answers = engine.generate(given, settings, use_tqdm=False)
     return [(list(each.outputs[0].token_ids), each.num_cached_tokens) for each in answers]
+
+
+def arriving(
+    engine: "LLM", requests: Mapping[str, tuple[Sequence[int], int, int]], draw: random.Random
+) -> dict[str, list[int]]:
+    """Let requests arrive at random steps, and abort some; return the answers of those that end.
+
+    Args:
+        engine: the engine.
+        requests: prompt, boundary (`kv_prefix`) and tokens of the answer of each, by name.
+        draw: the source of randomness.
+    """
+    from vllm import SamplingParams
+
+    core, waiting, answers = engine.llm_engine, list(requests), {}
+    while waiting or core.has_unfinished_requests():
+        for name in [waiting.pop() for _ in range(min(len(waiting), draw.randint(0, 3)))]:
+            prompt, mark, count = requests[name]
+            settings = SamplingParams(
+                temperature=0, max_tokens=count, ignore_eos=True, extra_args={"kv_prefix": mark}
+            )
+            core.add_request(name, {"prompt_token_ids": list(prompt)}, settings)
+        for output in core.step():
+            if output.finished:
+                answers[output.request_id] = list(output.outputs[0].token_ids)
+        if draw.random() < 0.05:
+            core.abort_request([draw.choice(list(requests))])
+    return answers
 
 
 def in_parts(

@@ -88,6 +88,17 @@ def prompts() -> list[list[int]]:
     return [torch.randint(3, 256, (n,), generator=draw).tolist() for n in (150, 129, 40)]
 
 
+def _forget_groups() -> None:
+    """Let the next engine make its groups of processes: one that failed leaves its own."""
+    from vllm.distributed.parallel_state import (
+        destroy_distributed_environment,
+        destroy_model_parallel,
+    )
+
+    destroy_model_parallel()
+    destroy_distributed_environment()
+
+
 def _forget_connector() -> None:
     """Release the worker's connector, which vLLM keeps for the whole process."""
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
@@ -140,6 +151,7 @@ def start(_few_objects: None) -> Callable[..., AbstractContextManager["LLM"]]:
                 engine.llm_engine.engine_core.shutdown()
         finally:
             _forget_connector()
+            _forget_groups()
 
     return running
 

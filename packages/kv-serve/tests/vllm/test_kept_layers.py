@@ -182,7 +182,6 @@ def test_capacity_is_that_of_compressed_layers_beside_windows_as_vllm_has_them(
     assert 0.97 * formula <= stated <= formula
 
 
-# Models with experts come first: an engine that failed leaves groups of processes without them.
 @pytest.mark.parametrize(
     ("name", "policy", "reason", "more"),
     [
@@ -192,6 +191,12 @@ def test_capacity_is_that_of_compressed_layers_beside_windows_as_vllm_has_them(
             "leankv",
             r"not served beside them with prefix caching in layers with states; set enable",
             {"enable_prefix_caching": True},
+        ),
+        (
+            "granite4",
+            "snapkv:budget=64",
+            "with speculative decoding in layers with states; omit the speculative_config",
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
         ),
         (
             "gemma3",

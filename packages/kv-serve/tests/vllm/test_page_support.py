@@ -40,6 +40,7 @@ def config(monkeypatch: pytest.MonkeyPatch) -> Any:
     made.use_v2_model_runner = True
     made.parallel_config = SimpleNamespace(use_ubatching=False)
     made.scheduler_config = SimpleNamespace(max_num_seqs=8)
+    made.speculative_config = None
     made.model_config = SimpleNamespace(max_model_len=100)
     made.layer, made.memory = layer, memory
     return made
@@ -58,7 +59,9 @@ def test_decode_steps_are_captured_on_a_gpu(config: Any) -> None:
     assert found(config) == "UNIFORM_SINGLE_TOKEN_DECODE"
 
 
-@pytest.mark.parametrize("wrong", ["device", "runner", "halves", "torch", "memory", "other"])
+@pytest.mark.parametrize(
+    "wrong", ["device", "runner", "drafts", "halves", "torch", "memory", "other"]
+)
 def test_nothing_is_captured_elsewhere(
     config: Any, wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,6 +71,8 @@ def test_nothing_is_captured_elsewhere(
         config.device_config.device_type = "cpu"
     elif wrong == "runner":
         config.use_v2_model_runner = False
+    elif wrong == "drafts":
+        config.speculative_config = SimpleNamespace(num_speculative_tokens=2)
     elif wrong == "halves":
         config.parallel_config.use_ubatching = True
     elif wrong == "torch":

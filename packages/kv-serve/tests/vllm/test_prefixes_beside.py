@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from asking import asked, in_parts, reset
+from asking import arriving, asked, in_parts, reset
 from kept_models import ALONE, BLOCK, options
 from live_engine import ends
 from written import answer, written
@@ -243,7 +243,6 @@ def test_requests_that_come_and_go_answer_as_alone(
     chunk: int,
     blocks: int,
 ) -> None:
-    from vllm import SamplingParams
     from vllm.v1.core.sched.scheduler import Scheduler
 
     preempt, again = Scheduler._preempt_request, set()  # these read their answers as prompts
@@ -259,27 +258,12 @@ def test_requests_that_come_and_go_answer_as_alone(
     with engine_of(name, policy, **own) as probe:
         each = ends(probe)[1].memory.regions[:, 0].numel()
     with engine_of(name, policy, kv_cache_memory_bytes=blocks * each, **own) as engine:
-        core, requests, answers = engine.llm_engine, {}, {}
+        requests = {}
         for i in range(30):
             book, begin = draw.choice(books), draw.randrange(60)
             prompt = book + texts[1][begin : begin + draw.randint(1, 30)]
             requests[f"{i}"] = prompt, len(book), draw.randint(1, 60)
-        waiting = list(requests)
-        while waiting or core.has_unfinished_requests():
-            for one in [waiting.pop() for _ in range(min(len(waiting), draw.randint(0, 3)))]:
-                prompt, mark, count = requests[one]
-                settings = SamplingParams(
-                    temperature=0,
-                    max_tokens=count,
-                    ignore_eos=True,
-                    extra_args={"kv_prefix": mark},
-                )
-                core.add_request(one, {"prompt_token_ids": prompt}, settings)
-            for output in core.step():
-                if output.finished:
-                    answers[output.request_id] = list(output.outputs[0].token_ids)
-            if draw.random() < 0.05:
-                core.abort_request([draw.choice(list(requests))])
+        answers = arriving(engine, requests, draw)
         assert len(answers) > 15
         assert again or name == "granite4"  # of which few are admitted at once
         assert stored(engine).counts().hits > 3

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from asking import COUNT, LARGE, asked, in_parts, pages, reset
+from asking import COUNT, LARGE, arriving, asked, in_parts, pages, reset
 from live_engine import OPTIONS, ends, is_empty
 from sleeping import Sleeper
 
@@ -142,7 +142,6 @@ def test_requests_that_come_and_go_answer_as_alone(
     monkeypatch: pytest.MonkeyPatch,
     policy: str,
 ) -> None:
-    from vllm import SamplingParams
     from vllm.v1.core.sched.scheduler import Scheduler
 
     preempt, again = Scheduler._preempt_request, set()  # these read their answers as prompts
@@ -157,30 +156,13 @@ def test_requests_that_come_and_go_answer_as_alone(
     options = LARGE | {"kv_cache_memory_bytes": 230_000, "max_num_batched_tokens": 4096}
     given = {"kv_policy": policy, "kv_poison": True}
     with start(weights, **options, additional_config=given) as engine:
-        core, state = engine.llm_engine, ends(engine)[0]
-        requests, answers = {}, {}
+        state, requests = ends(engine)[0], {}
         for i in range(40):
             book = draw.choice(books)
             begin = draw.randrange(60)
             prompt = book + prompts[1][begin : begin + draw.randint(1, 30)]
             requests[f"{i}"] = prompt, len(book), draw.randint(1, 30)
-        waiting = list(requests)
-        while waiting or core.has_unfinished_requests():
-            for name in [waiting.pop() for _ in range(min(len(waiting), draw.randint(0, 3)))]:
-                prompt, mark, count = requests[name]
-                settings = SamplingParams(
-                    temperature=0,
-                    max_tokens=count,
-                    ignore_eos=True,
-                    extra_args={"kv_prefix": mark},
-                )
-                core.add_request(name, {"prompt_token_ids": prompt}, settings)
-            for output in core.step():
-                if output.finished:
-                    answers[output.request_id] = list(output.outputs[0].token_ids)
-            if draw.random() < 0.05:
-                gone = draw.choice(list(requests))
-                core.abort_request([gone])
+        answers = arriving(engine, requests, draw)
         assert len(answers) > 20
         assert is_empty(engine, greedy)
         prefixes = state.manager.prefixes

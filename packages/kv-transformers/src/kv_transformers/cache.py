@@ -19,6 +19,8 @@ from kv_runtime import (
     MemoryReport,
     PolicyCache,
     TokenVectors,
+    Verified,
+    store_drafts,
     unlike_drafts,
 )
 from kv_transformers import document
@@ -121,6 +123,7 @@ class CompressedCache(AttendingCache):
         self._followers: tuple[CompressedCache, ...] = ()  # that share the next pass
         self._assisted = False  # drafts may be in the passes that say so
         self._drafts = 0  # of the current pass
+        self._verified: Verified | None = None  # their attention
         self._pending: tuple[TokenVectors, ...] = ()  # drafts of the last pass, until a crop
         self.document: Document | None = None  # what the cache was loaded from
 
@@ -225,7 +228,7 @@ class CompressedCache(AttendingCache):
             self._expect_drafts(valid, columns)
             first, *drafts = valid.split(1, 1)
             self.runtime.begin(first, prompt=False)
-            self.runtime.begin_drafts(drafts)
+            self._verified = self.runtime.begin_drafts(drafts)
 
     def _expect_drafts(self, valid: Bool[Tensor, "B L"], columns: PassColumns) -> None:
         """Raise if a pass with drafts is none of assisted generation.
@@ -252,7 +255,9 @@ class CompressedCache(AttendingCache):
         """Return the attention of the runtime for a layer, or for one that reads its keys."""
         self._readers = (self._readers or 1 + self._readers_of[layer]) - 1
         if self._drafts:
-            return partial(attend_verified, self.runtime, more=bool(self._readers))
+            assert self._verified is not None, "the pass has begun"
+            more = bool(self._readers)
+            return partial(attend_verified, self.runtime, self._verified, more=more)
         if columns.chosen is None and not self._readers:
             return self.runtime.attend
         return partial(self.runtime.attend, more=bool(self._readers), chosen=columns.chosen)
@@ -269,7 +274,7 @@ class CompressedCache(AttendingCache):
         valid = torch.ones(1, 1, dtype=torch.bool, device=self._device)
         with torch.inference_mode(False), torch.no_grad():
             for token in right:
-                self.runtime.confirm(valid, token)
+                store_drafts(self.runtime, valid, token)
 
     def _around(self, attend: GroupedAttention) -> Attention:
         """Wrap attention by KV head of the runtime as attention of the model, folded or not."""
@@ -316,7 +321,8 @@ class CompressedCache(AttendingCache):
             with torch.inference_mode(False), torch.no_grad():
                 self._replayer.run(model, self.runtime, self._around, ids)
         if self._drafts:
-            self._pending = self.runtime.drafted(0, self.runtime.columns, self._drafts).drafts
+            assert self._verified is not None, "the pass has begun"
+            self._pending = self._verified.pending(0, self.runtime.columns, self._drafts).drafts
         followers, self._followers = self._followers, ()
         for cache in followers:
             cache.layers = self._copied_layers(cache, {})

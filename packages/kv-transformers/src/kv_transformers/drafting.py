@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kv_policy import CacheShape, KVPolicy, Raw
-from kv_runtime import PolicyCache, unlike_drafts
+from kv_runtime import Column, PolicyCache, Verified, unlike_drafts
 
 KEPT = "logits_to_keep"  # the argument of a model by which a pass has more logits than one
 
@@ -67,8 +67,6 @@ def expect_drafts(
             vector or selected by an indexer, or the pass has more than one token before the drafts.
     """
     why = unlike_drafts(policy)
-    if why is None and policy.reading is not None:
-        why = "it reads pages by bounds, which drafts would change"
     if why is None and (shape.value_in_key or indexed):
         why = "this model has latent attention or selects tokens, for which it is not supported"
     if why is not None:
@@ -88,6 +86,7 @@ def expect_drafts(
 
 def attend_verified(
     runtime: PolicyCache,
+    verified: Verified,
     layer: int,
     query: Float[Tensor, "B H G L D"],
     key: Float[Tensor, "B H L D"],
@@ -108,11 +107,11 @@ def attend_verified(
             f"{query.shape[3]} queries attend in a pass of {key.shape[2]} columns with drafts; "
             "generate without an assistant or prompt lookup"
         )
-    tokens = [
+    tokens: list[Column] = [
         (query[:, :, :, i : i + 1], key[:, :, i : i + 1], value[:, :, i : i + 1])
         for i in range(key.shape[2])
     ]
     options = scale, softcap, sinks
-    drafts = runtime.attend_drafts(layer, tokens, *options, more=more)
+    drafts = verified.attend(layer, tokens, *options, more=more)
     first = runtime.attend(layer, *tokens[0], *options, more=more)
     return torch.cat((first, *drafts), 3)

@@ -242,7 +242,7 @@ class SchedulerState:
         return True
 
     def _reclaim(self, blocks: int = 1) -> bool:
-        """Ask for all blocks that no request owns, or for about so many of stored prefixes."""
+        """Ask for all blocks that no request owns, or for `blocks` or more of stored prefixes."""
         source, prefixes = self.manager.source, self.manager.prefixes
         if source.reclaim():
             return True

@@ -249,7 +249,6 @@ def stored(config: VllmConfig, policy: KVPolicy, shape: CacheShape) -> VllmSlots
         bases = None if policy.basis is None else Bases.of(policy.basis, shape, device)
         return VllmSlots(format, full, config, bases)
     _refuse(policy, refused_drafts(config, policy, plain=False))  # the shape decides what is plain
-    _refuse(policy, _refused_beside_kept(config))
     attach(config)
     register()
     cache = config.cache_config
@@ -266,15 +265,10 @@ def stored(config: VllmConfig, policy: KVPolicy, shape: CacheShape) -> VllmSlots
 
 
 def _check_beside(config: VllmConfig, policy: KVPolicy) -> None:
-    _refuse(policy, _refused_beside_kept(config))
-    if not kept_specs(config):
-        _refuse(policy, claim_folder(config, str(policy)))
-
-
-def _refused_beside_kept(config: VllmConfig) -> str | None:
     kept = kept_specs(config)
     states = any(isinstance(each, MambaSpec) for each in kept.values())
-    return refused_kept(config, states=states) if kept else None
+    refused = refused_kept(config, states=states) if kept else claim_folder(config, str(policy))
+    _refuse(policy, refused)
 
 
 def _refuse(policy: KVPolicy, refused: str | None) -> None:
