@@ -40,6 +40,8 @@ struct Format {
   // Bytes of the two planes of codes of 3 bits.
   int low_bytes() const { return (dim + 3) / 4; }
   int high_bytes() const { return (dim + 7) / 8; }
+  // Codes that the bytes have room for, with those of padding.
+  int room() const { return bits == 3 ? 8 * high_bytes() : stride * (8 / bits); }
 };
 
 // The addresses of strips of kLanes equally spaced rows, by strip; null for other strips.

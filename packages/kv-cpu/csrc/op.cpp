@@ -21,6 +21,7 @@ constexpr int kNumbers = 20;
 constexpr double kLeastBound = 1e-30, kMostBound = 1e30;  // of logits
 constexpr double kMostLevel = 0x1p127;
 constexpr int64_t kMostLevelBits = 4;
+static_assert(1 << kMostLevelBits == kMostLevels);
 
 // The dtype of a number kind, for `view`.
 Kinds kinds_of(Number number) {

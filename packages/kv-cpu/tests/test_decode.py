@@ -106,7 +106,7 @@ def test_blocks_with_scales_per_channel_and_their_residual(near):
     torch.testing.assert_close(found, wanted, rtol=near, atol=near)
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256, 45, 40, 1])
+@pytest.mark.parametrize("dim", [64, 128, 256, 127, 61, 45, 40, 1])
 @pytest.mark.parametrize("bits", [4, 3, 2, 1])
 @pytest.mark.parametrize("length", [1, 20])
 @pytest.mark.grid(3)

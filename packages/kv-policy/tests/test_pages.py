@@ -145,11 +145,12 @@ def test_levels_have_a_scale_and_no_zero() -> None:
         ({"bits": 1, "levels": (1.0, math.inf)}, "use ascending ones of at most 2..127 in size"),
         ({"bits": 1, "levels": (math.nan, 1.0)}, "levels are .nan, 1.0.; use ascending ones"),
         ({"bits": 4, "dim": 0}, "dim is 0"),
+        ({"bits": 3, "tokens": 0}, "tokens 0; all must be at least 1"),
     ],
 )
 def test_impossible_planes_are_refused(sizes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        PlaneLayout(**{"dim": 8, "group": 8, **sizes}).parts  # noqa: B018
+        PlaneLayout(**{"dim": 8, "group": 8, **sizes})
 
 
 def test_a_bit_beyond_a_code_has_no_place() -> None:

@@ -99,8 +99,8 @@ class PlaneLayout:
         """Check the sizes.
 
         Raises:
-            ValueError: there are no codes of this size, not as many levels as codes, or levels that
-                do not ascend.
+            ValueError: there are no codes of this size, a size is below 1, there are not as many
+                levels as codes, or these do not ascend.
         """
         if self.bits not in WIDTHS:
             raise ValueError(f"bits is {self.bits}; a code has 1, 2, 3, 4 or 8 bits")
@@ -113,6 +113,7 @@ class PlaneLayout:
             raise ValueError(
                 f"levels are {self.levels}; use ascending ones of at most 2**127 in size"
             )
+        _ = self.each  # checks the other sizes
 
     @property
     def each(self) -> tuple[BitLayout, ...]:

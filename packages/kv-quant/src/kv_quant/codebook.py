@@ -66,7 +66,7 @@ class CodebookCodec:
     @property
     def planes(self) -> PlaneLayout:
         """Position of each code, and what it stands for."""
-        return PlaneLayout(self.dim, self.bits, self.dim, levels=LEVELS[self.bits])
+        return _planes(self.dim, self.bits)
 
     @property
     def layout(self) -> PlaneLayout:
@@ -125,6 +125,11 @@ class CodebookCodec:
 def _scale(x: Float32[Tensor, "n D"]) -> Float16[Tensor, "n 1"]:
     """Return the root mean squares; in float64, so that the order of a sum does not matter."""
     return x.double().square().mean(-1, keepdim=True).sqrt().float().half()
+
+
+@lru_cache(maxsize=256)
+def _planes(dim: int, bits: int) -> PlaneLayout:
+    return PlaneLayout(dim, bits, dim, levels=LEVELS[bits])
 
 
 @lru_cache(maxsize=32)
