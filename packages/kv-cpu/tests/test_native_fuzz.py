@@ -10,10 +10,11 @@ from random import Random
 import pytest
 import torch
 
+import native_judge
 from kv_cpu import missing, runnable
 from kv_policy.described import LEVELS
 from native_calls import Call, Maker
-from native_fuzz import call_of, fuzz
+from native_fuzz import call_of, fuzz, mapped
 
 CALLS, SEED = 500, 0
 
@@ -140,6 +141,25 @@ def test_tokens_that_cannot_share_scales_are_refused(name):
     numbers[2], numbers[18] = 1, 2
     with pytest.raises(RuntimeError, match=r"^keys of part 0 share .* must be 1, as they have"):
         getattr(torch.ops.kv_cpu, name)(*call.args)
+
+
+@pytest.mark.parametrize("page", [-1, 6, 2**31 - 1])
+@pytest.mark.parametrize("name", [*PARTS, "decode_rows"])
+def test_tables_of_padding_are_not_read(name, page):
+    call = valid(name)
+    args = call.args
+    at = 3 if name == "decode_rows" else 1
+    tensors = args[6 if name == "decode_rows" else PARTS[name] - 1]
+    tensors[1][-1], tensors[2][-1] = page, 1
+    with pytest.raises(RuntimeError, match=f"page {page}"):
+        getattr(torch.ops.kv_cpu, name)(*args)
+    args[at][-1] = -1
+    copies = mapped(args, torch.clone)
+    expected = getattr(native_judge, name)(*copies)
+    found = getattr(torch.ops.kv_cpu, name)(*args)
+    found = [args[4], *found] if name == "decode_rows" else found
+    assert len(found) == len(expected)
+    assert all(bounds.hold(x) for bounds, x in zip(expected, found, strict=True))
 
 
 @pytest.mark.parametrize("name", PARTS)

@@ -269,6 +269,15 @@ class Maker:
             running += [score, -1 if given else position]
         return tensors, numbers, running
 
+    def pad(self, position: Tensor, tensors: list[Tensor], numbers: list[int]) -> None:
+        """Sometimes make the last sequence one of padding, whose table has no page numbers."""
+        if self.random.random() >= 0.2:
+            return
+        position[-1] = -1
+        for i, part in enumerate(each_of(numbers, PART)):
+            if part[0]:
+                tensors[4 * i + 1][-1] = self.random.choice([-1, 6, 2**31 - 1])
+
     def pass_over(self, length: int, watched: bool):
         sequences, heads, group = (self.random.randint(1, 2) for _ in "BHG")
         value_dim = self.dim()
@@ -285,6 +294,7 @@ class Maker:
             more, few = self.part(q, value_dim, watched)
             tensors += more
             numbers += few
+        self.pad(position, tensors, numbers)
         return q, position, tensors, numbers, value_dim
 
     def watches(self, many: bool) -> tuple[list[int], list[float]]:
@@ -316,8 +326,6 @@ class Maker:
         value = self.normal(rows, heads, value_dim, dtype=self.floating())
         out = self.normal(rows, heads * group, value_dim, dtype=self.floating())
         position = self.integers(30, 45, sequences, 1)
-        if self.random.random() < 0.2:
-            position[-1] = -1
         by_head = q[:sequences].view(sequences, heads, group, 1, key_dim)
         tensors: list[Tensor] = []
         parts: list[int] = []
@@ -330,6 +338,7 @@ class Maker:
             tensors, parts, running = self.scored(by_head, value_dim)
             term, group = self.random.randint(0, 2), self.random.randint(0, 3)
             watches = [group, self.random.randint(0, 1), 1, term], [0.0]
+        self.pad(position, tensors, parts)
         store: list[Tensor] = []
         tier: list[int] = []
         if self.random.random() < 0.6:

@@ -230,8 +230,9 @@ def attention(q, position, tensors, numbers, value_dim, scale, softcap=0.0, sink
     table_rows = {}
     for b in range(sequences):
         for h in range(heads):
-            each = [held(*part, b, h) for part in parts]
             query = position[b][:, None]
+            # Table rows of padding alone are not read, so their page numbers may be any.
+            each = [held(*part, b, h) for part in parts if (query >= 0).any()]
             if not each:
                 continue
             sees = torch.cat(
