@@ -146,11 +146,12 @@ def test_tokens_that_cannot_share_scales_are_refused(name):
 @pytest.mark.parametrize("page", [-1, 6, 2**31 - 1])
 @pytest.mark.parametrize("name", [*PARTS, "decode_rows"])
 def test_tables_of_padding_are_not_read(name, page):
-    call = valid(name)
-    args = call.args
-    at = 3 if name == "decode_rows" else 1
-    tensors = args[6 if name == "decode_rows" else PARTS[name] - 1]
-    tensors[1][-1], tensors[2][-1] = page, 1
+    args = valid(name).args
+    at, part = (3, 6) if name == "decode_rows" else (1, PARTS[name] - 1)
+    args[at][:] = 45
+    args[part][1][-1], args[part][2][-1] = page, 1
+    if name == "attention_mass":
+        args[7] = [1 for _ in args[7]]
     with pytest.raises(RuntimeError, match=f"page {page}"):
         getattr(torch.ops.kv_cpu, name)(*args)
     args[at][-1] = -1
