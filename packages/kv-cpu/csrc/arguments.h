@@ -17,8 +17,12 @@ constexpr int kMostTerms = 256;       // summed terms per token
 Number number_of(torch::headeronly::ScalarType type);
 
 // The storage format of vectors: number, dim, bits, group. The last two are unused for plain
-// numbers.
-Format format_of(Label label, const int64_t* numbers);
+// numbers. Codes that stand for levels are of kind kLevels, and have these beside.
+constexpr int64_t kLevels = 4;
+Format format_of(Label label, const int64_t* numbers, const int64_t* levels);
+
+// How many levels follow the numbers of parts or tiers for a format.
+int64_t levels_of(const int64_t* numbers);
 
 // The kernels of an instruction set that is available here.
 const Kernels* kernels_of(const Name& isa);

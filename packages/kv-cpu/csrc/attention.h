@@ -9,13 +9,16 @@ namespace kv {
 constexpr int kBlock = 256;   // tokens whose logits are computed together
 constexpr int kMostDim = 1024;  // of a key or a value; a few decoded rows are on the stack
 constexpr int kLanes = 16;    // numbers that rows, and rows of a block, are padded to
+constexpr int kMostLevels = 16;  // of a codebook
 
 constexpr int padded(int n) { return (n + kLanes - 1) / kLanes * kLanes; }
 
 // The storage type of a vector's numbers.
 enum class Number : int { kCodes, kFloat32, kFloat16, kBFloat16 };
 
-// One codec: integers in a BitLayout with a scale and a zero point per group, or plain numbers.
+// One codec: codes with a scale and a zero point per group, or plain numbers. Codes are in a
+// BitLayout; those of 3 bits are in two, the low two bits of all and then the high ones. They may
+// stand for levels, which are multiplied by the only scale of a vector and have no zero point.
 struct Format {
   Number number;
   int dim;
@@ -24,12 +27,21 @@ struct Format {
   int stride;  // bytes of codes
   int groups;
   int share = 1;  // consecutive tokens with the same scales and zero points
+  bool leveled = false;
+  float levels[kMostLevels] = {};  // ascending; 0 after the last
+  float bounds[kMostLevels] = {};  // between a level and the next
 
   // Bytes of a vector, without its scales and zero points.
   int bytes() const {
     return number == Number::kCodes ? stride : dim * (number == Number::kFloat32 ? 4 : 2);
   }
-  int meta_bytes() const { return 4 * groups; }  // of a vector, or of those that share them
+  // Of a vector, or of those that share them.
+  int meta_bytes() const { return (leveled ? 2 : 4) * groups; }
+  // Bytes of the two planes of codes of 3 bits.
+  int low_bytes() const { return (dim + 3) / 4; }
+  int high_bytes() const { return (dim + 7) / 8; }
+  // Codes that the bytes have room for, with those of padding.
+  int room() const { return bits == 3 ? 8 * high_bytes() : stride * (8 / bits); }
 };
 
 // Strips of kLanes rows, those of a page equally spaced. A strip in one or two pages has the address

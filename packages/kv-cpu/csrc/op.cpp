@@ -3,6 +3,8 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
+#include <cmath>
+#include <cstring>
 #include <tuple>
 
 #include "arguments.h"
@@ -17,6 +19,9 @@ using torch::stable::Tensor;
 constexpr int kTensors = 4;  // per part: data, table, length, place; or key, value, place, place
 constexpr int kNumbers = 20;
 constexpr double kLeastBound = 1e-30, kMostBound = 1e30;  // of logits
+constexpr double kMostLevel = 0x1p127;
+constexpr int64_t kMostLevelBits = 4;
+static_assert(1 << kMostLevelBits == kMostLevels);
 
 // The dtype of a number kind, for `view`.
 Kinds kinds_of(Number number) {
@@ -101,20 +106,21 @@ void read_place(const Job& job, int64_t i, const Tensor& place, Part& part) {
 
 // numbers: paged, width, key (number, dim, bits, group), value (the same), whether positions are
 // given, then for pages: tokens, four offsets, offset of positions, reverse; then the tokens that
-// share scales of keys, and of values
+// share scales of keys, and of values, and the levels of their codes
 Part read_part(const Job& job, int64_t i, const Tensor* tensors, const int64_t* numbers) {
   Part part;
   part.paged = within({"whether there are pages in part ", i}, numbers[0], 0, 1) != 0;
   part.width = within({"width of part ", i}, numbers[1], 0, kMost);
-  part.key = format_of({"keys of part ", i}, numbers + 2);
-  part.value = format_of({"values of part ", i}, numbers + 6);
+  const int64_t* levels = numbers + kNumbers;
+  part.key = format_of({"keys of part ", i}, numbers + 2, levels);
+  part.value = format_of({"values of part ", i}, numbers + 6, levels + levels_of(numbers + 2));
   for (const auto& [label, format, share] :
        {std::tuple{Label{"keys of part ", i}, &part.key, numbers[18]},
         std::tuple{Label{"values of part ", i}, &part.value, numbers[19]}}) {
-    const bool codes = format->number == Number::kCodes;
-    if (share < 1 || share > (codes ? kMost : 1))
+    const bool codes = format->number == Number::kCodes, shares = codes && !format->leveled;
+    if (share < 1 || share > (shares ? kMost : 1))
       refuse(label, " share scales with ", share, " tokens; it must be 1",
-             codes ? " or more" : ", as they have none");
+             shares ? " or more" : codes ? ", as codes are levels" : ", as they have none");
     format->share = int(share);
   }
   if (part.key.dim != job.key_dim || part.value.dim != job.value_dim)
@@ -135,6 +141,21 @@ Part read_part(const Job& job, int64_t i, const Tensor* tensors, const int64_t* 
   return part;
 }
 
+// Levels are the bits of float64 numbers. Bounds are rounded once, as those of the codec in torch.
+void read_levels(Label label, const int64_t* numbers, Format& format) {
+  const int count = 1 << format.bits;
+  double levels[kMostLevels];
+  std::memcpy(levels, numbers, sizeof(double) * count);
+  format.leveled = true;
+  for (int i = 0; i < count; ++i) {
+    if (!(std::abs(levels[i]) <= kMostLevel) || (i > 0 && !(levels[i] > levels[i - 1])))
+      refuse(label, " have level ", levels[i], " after ", i > 0 ? levels[i - 1] : -kMostLevel,
+             "; levels must be ascending, from ", -kMostLevel, " to ", kMostLevel);
+    format.levels[i] = float(levels[i]);
+    if (i > 0) format.bounds[i - 1] = float((levels[i - 1] + levels[i]) / 2);
+  }
+}
+
 // The bytes of table rows must not overflow, as work is divided by them.
 void check_work(const Job& job) {
   int64_t bytes = 0;
@@ -151,21 +172,35 @@ Number number_of(ScalarType type) {
   return type == ScalarType::Half ? Number::kFloat16 : Number::kBFloat16;
 }
 
-Format format_of(Label label, const int64_t* numbers) {
+int64_t levels_of(const int64_t* numbers) {
+  const int64_t bits = numbers[2];
+  return numbers[0] == kLevels && bits >= 1 && bits <= kMostLevelBits ? int64_t(1) << bits : 0;
+}
+
+Format format_of(Label label, const int64_t* numbers, const int64_t* levels) {
   const int64_t number = numbers[0], dim = numbers[1], bits = numbers[2], group = numbers[3];
-  if (number < 0 || number > 3)
-    refuse(label, " are of kind ", number, "; it must be 0, codes, or 1 to 3, plain numbers");
+  if (number < 0 || number > kLevels)
+    refuse(label, " are of kind ", number,
+           "; it must be 0, codes, 1 to 3, plain numbers, or 4, codes of levels");
   if (dim < 1 || dim > kMostDim)
     refuse(label, " have ", dim, " dimensions; 1 to ", kMostDim, " are supported");
-  Format format{Number(number), int(dim), 0, 1, 0, 0};
+  const bool leveled = number == kLevels;
+  Format format{leveled ? Number::kCodes : Number(number), int(dim), 0, 1, 0, 0};
   if (format.number != Number::kCodes) return format;
-  if (bits != 1 && bits != 2 && bits != 4 && bits != 8)
-    refuse(label, " are codes of ", bits, " bits; 1, 2, 4 and 8 are supported");
+  if (leveled && (bits < 1 || bits > kMostLevelBits))
+    refuse(label, " are levels of ", bits, " bits; 1 to ", kMostLevelBits, " are supported");
+  if (bits != 1 && bits != 2 && bits != 3 && bits != 4 && bits != 8)
+    refuse(label, " are codes of ", bits, " bits; 1, 2, 3, 4 and 8 are supported");
   if (group < 1) refuse(label, " have a scale for ", group, " dimensions; it must be 1 or more");
+  if (leveled && group < dim)
+    refuse(label, " are levels with a scale for ", group, " of ", dim,
+           " dimensions; it must be one for all");
   format.bits = int(bits);
   format.group = int(std::min(group, dim));  // a larger group is the whole vector
-  format.stride = (format.dim * format.bits + 7) / 8;
+  format.stride = bits == 3 ? format.low_bytes() + format.high_bytes()
+                            : (format.dim * format.bits + 7) / 8;
   format.groups = (format.dim + format.group - 1) / format.group;
+  if (leveled) read_levels(label, levels, format);
   return format;
 }
 
@@ -240,13 +275,19 @@ void read_watches(Job& job, const std::vector<int64_t>& numbers, const std::vect
 
 void read_parts(Job& job, const std::vector<Tensor>& tensors,
                 const std::vector<int64_t>& numbers) {
-  const size_t count = numbers.size() / kNumbers;
-  if (numbers.size() % kNumbers || tensors.size() != count * kTensors)
-    refuse("parts are ", numbers.size(), " numbers and ", tensors.size(), " tensors; each needs ",
-           kNumbers, " and ", kTensors);
-  for (size_t i = 0; i < count; ++i)
-    job.parts.push_back(
-        read_part(job, int64_t(i), &tensors[i * kTensors], &numbers[i * kNumbers]));
+  std::vector<const int64_t*> parts;
+  const int64_t all = int64_t(numbers.size()), given = int64_t(tensors.size());
+  int64_t at = 0;
+  while (all - at >= kNumbers) {
+    const int64_t* part = &numbers[at];
+    parts.push_back(part);
+    at += kNumbers + levels_of(part + 2) + levels_of(part + 6);
+  }
+  if (at != all || given != int64_t(parts.size()) * kTensors)
+    refuse("parts are ", all, " numbers and ", given, " tensors; each needs ", kNumbers,
+           " numbers, the levels of its codes, and ", kTensors, " tensors");
+  for (size_t i = 0; i < parts.size(); ++i)
+    job.parts.push_back(read_part(job, int64_t(i), &tensors[i * kTensors], parts[i]));
   check_work(job);
 }
 
@@ -321,7 +362,7 @@ std::vector<Tensor> decode(Tensor q, Tensor position, std::vector<Tensor> tensor
 std::string isa(bool all) { return names(all); }
 
 // Version of the operators' signatures; library.py expects the same.
-int64_t interface() { return 8; }
+int64_t interface() { return 9; }
 
 }  // namespace
 }  // namespace kv

@@ -58,25 +58,46 @@ Tier tier_of(const View& pages, const int64_t* numbers) {
     }
     tier.segment[tier.segments++] = {offset, width};
   };
+  const int64_t* levels = numbers + kTierNumbers;
   for (int which = 0; which < 2; ++which) {
+    const int64_t* given = numbers + 8 + 4 * which;
     const Format& format = tier.format[which] =
-        format_of({which ? "values" : "keys"}, numbers + 8 + 4 * which);
+        format_of({which ? "values" : "keys"}, given, levels);
+    levels += levels_of(given);
     add({which ? "offset of values" : "offset of keys"}, tier.code[which] = numbers[1 + 2 * which],
         format.bytes());
     tier.meta[which] = format.groups ? numbers[2 + 2 * which] : 0;
     if (format.groups)
       add({which ? "offset of scales of values" : "offset of scales of keys"}, tier.meta[which],
-          4 * format.groups);
+          format.meta_bytes());
   }
   if (tier.score >= 0) add({"offset of scores"}, tier.score, 4);
   if (tier.position >= 0) add({"offset of positions"}, tier.position, 4);
   return tier;
 }
 
+int64_t tier_size(const int64_t* numbers, int64_t left) {
+  if (left < kTierNumbers) return kTierNumbers;
+  return kTierNumbers + levels_of(numbers + 8) + levels_of(numbers + 12);
+}
+
+namespace {
+
+void check_size(const std::vector<int64_t>& numbers) {
+  const auto given = int64_t(numbers.size()), needed = tier_size(numbers.data(), given);
+  if (given != needed) refuse("a tier has ", given, " numbers; it must have ", needed);
+}
+
+}  // namespace
+
 Tier tier_of(const View& pages, const Tensor& table, const std::vector<int64_t>& numbers) {
-  if (numbers.size() != kTierNumbers)
-    refuse("a tier has ", numbers.size(), " numbers; it must have ", kTierNumbers);
+  check_size(numbers);
   return tier_of(pages, table, numbers.data());
+}
+
+Tier tier_of(const View& pages, const std::vector<int64_t>& numbers) {
+  check_size(numbers);
+  return tier_of(pages, numbers.data());
 }
 
 View table_rows_of(const Tier& tier, const Tensor& table_rows, int64_t count) {

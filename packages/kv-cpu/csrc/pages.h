@@ -21,7 +21,7 @@ struct Segment {
   int64_t offset, width;
 };
 
-constexpr int kTierNumbers = 16;
+constexpr int kTierNumbers = 16;  // and the levels of its codes
 
 // All table rows of one tier.
 struct Tier {
@@ -68,12 +68,17 @@ struct Tier {
 View pages_of(const Tensor& data, Use use);
 
 // numbers: tokens, offsets of key codes, key metadata, value codes and value metadata, offsets of
-// scores and positions, reverse, then number, dim, bits and group of keys and of values
+// scores and positions, reverse, number, dim, bits and group of keys and of values, then the levels
+// of codes of keys and of values
 Tier tier_of(const View& pages, const Tensor& table, const int64_t* numbers);
 // The same, without a table: tokens are found by page alone.
 Tier tier_of(const View& pages, const int64_t* numbers);
 // The same, for a single tier.
 Tier tier_of(const View& pages, const Tensor& table, const std::vector<int64_t>& numbers);
+Tier tier_of(const View& pages, const std::vector<int64_t>& numbers);
+
+// The numbers of a tier, of which there are `left`; more than these if some are missing.
+int64_t tier_size(const int64_t* numbers, int64_t left);
 
 // Vectors [S, L, D] whose numbers are consecutive.
 struct Vectors {

@@ -75,7 +75,7 @@ class Attender {
   // Whether numbers are multiplied in bfloat16: only if nothing but weights is rounded by it.
   bool is_narrow(const Format& format) const {
     return prompt_.kernels->narrow && job_.query_number == Number::kBFloat16 &&
-           (format.number == Number::kBFloat16 || is_scaled(format));
+           (format.number == Number::kBFloat16 || (is_scaled(format) && !format.leveled));
   }
 
   static bool is_scaled(const Format& format) {

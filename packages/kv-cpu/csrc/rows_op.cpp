@@ -45,13 +45,11 @@ struct Places {
 
 Places places_of(const Tensor& pages, const Tensor& named, const Tensor& slots,
                  const std::vector<int64_t>& numbers, const View& key, const View& value) {
-  if (numbers.size() != kTierNumbers)
-    refuse("a tier has ", numbers.size(), " numbers; it must have ", kTierNumbers);
   const View data = pages_of(pages, Use::kWrites);
   const View page = view(named, {"pages of new tokens"}, kIntegers, {kAny}, Lay::kContiguous);
   const int64_t count = page.size(0), heads = key.size(1);
   const View slot = view(slots, {"slots of new tokens"}, kIntegers, {count}, Lay::kContiguous);
-  Places places{tier_of(data, numbers.data()), integers_of(page), integers_of(slot), count};
+  Places places{tier_of(data, numbers), integers_of(page), integers_of(slot), count};
   const Tier& tier = places.tier;
   if (tier.score >= 0 || tier.position >= 0)
     refuse("pages of new tokens store scores or positions; none are given");

@@ -238,8 +238,8 @@ Work work_of(const View& pages, const Tensor* tensors, int64_t tiers, const int6
         view(length, names[1], kInt32, {table_rows}, Lay::kContiguous, Use::kWrites);
     memory.add(ids, names[0], Role::kTable);
     memory.add(lengths, names[1], Role::kWritten);
-    members.push_back({tier_of(pages, table, numbers + t * kTierNumbers), ids.as<int32_t>(),
-                       lengths.as<int32_t>()});
+    members.push_back({tier_of(pages, table, numbers), ids.as<int32_t>(), lengths.as<int32_t>()});
+    numbers += tier_size(numbers, kTierNumbers);
     const Tier &tier = members.back().tier, &first = members[0].tier;
     if (tier.room() > kMost)
       refuse(names[0], " covers ", tier.room(), " tokens; lengths are limited to ", kMost);
@@ -329,13 +329,16 @@ void page_step(Tensor data, Tensor ring, Tensor start, Tensor free, std::vector<
   int64_t at = 0, tensor = 0;
   while (at < all) {
     const int64_t tiers = within({"tiers of a kind of table rows"}, numbers[at++], 1, kMost);
-    if (tiers * kTierNumbers > all - at || kWorkTensors + 2 * tiers > given_tensors - tensor)
+    int64_t needed = 0;
+    for (int64_t t = 0; t < tiers && needed <= all - at; ++t)
+      needed += tier_size(numbers.data() + at + needed, all - at - needed);
+    if (needed > all - at || kWorkTensors + 2 * tiers > given_tensors - tensor)
       refuse("a kind of table rows has ", tiers, " tiers, which need ", tiers * kTierNumbers,
-             " numbers and ", kWorkTensors + 2 * tiers, " tensors; ", all - at, " and ",
-             given_tensors - tensor, " are left");
+             " numbers, the levels of their codes, and ", kWorkTensors + 2 * tiers, " tensors; ",
+             all - at, " and ", given_tensors - tensor, " are left");
     works.push_back(work_of(pages, &tensors[tensor], tiers, &numbers[at], memory));
     check(works.back(), given, taken);
-    at += tiers * kTierNumbers, tensor += kWorkTensors + 2 * tiers;
+    at += needed, tensor += kWorkTensors + 2 * tiers;
   }
   if (tensor != given_tensors)
     refuse(given_tensors, " tensors are given; numbers describe ", tensor, " of them");

@@ -18,7 +18,7 @@ from kv_policy import Observe, RawCodec
 
 DTYPES_OF_QUERIES = (torch.float32, torch.float16, torch.bfloat16)
 DTYPES = st.sampled_from(DTYPES_OF_QUERIES)
-NAMES = ["8", "4", "2", "1", "float16", "bfloat16", "float32"]
+NAMES = ["8", "4", "3", "2", "1", "4n", "3n", "float16", "bfloat16", "float32"]
 TIERS = st.lists(st.tuples(st.sampled_from(NAMES), st.sampled_from(NAMES)), max_size=2)
 LENGTHS = st.sampled_from([2, 31, 33, 150])
 DIMS = st.sampled_from([1, 2, 17, 32])

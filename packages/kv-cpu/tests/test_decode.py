@@ -1,5 +1,6 @@
 """Native decode steps, compared with the reference, for each available instruction set."""
 
+from contextlib import contextmanager
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -18,12 +19,14 @@ from attention_judge import (
 )
 from kv_attention import attend
 from kv_cpu.backend import declined
+from kv_cpu.library import chosen
 from kv_paging import PagePool, Tiers, fit
 from kv_policy import Observe, RawCodec, TokenFormat
-from kv_quant import ChannelCodec, IntegerCodec, RowsCodec
+from kv_quant import ChannelCodec, CodebookCodec, IntegerCodec, RowsCodec
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-NATIVE = st.sampled_from(["8", "4", "2", "1", "float16", "bfloat16", "float32"])
+CODES = ["8", "4", "3", "2", "1", "4n", "3n", "2n", "1n"]
+NATIVE = st.sampled_from([*CODES, "float16", "bfloat16", "float32"])
 STEPS = SHAPES.flatmap(
     lambda shape: st.sampled_from(DTYPES).map(lambda dtype: shape | {"L": 1, "dtype": dtype})
 )
@@ -47,15 +50,15 @@ def test_any_cache(case, near, seed, shape, tiers):
     assert_same_output(case(seed, tiers=tiers, **shape), "cpu", near)
 
 
-@pytest.mark.parametrize("value", ["8", "4", "2", "1"])
-@pytest.mark.parametrize("key", ["8", "4", "2", "1"])
+@pytest.mark.parametrize("value", CODES)
+@pytest.mark.parametrize("key", CODES)
 @pytest.mark.parametrize("group", [6, 9, 21])
 @pytest.mark.grid(3)
 def test_codes_of_every_size_and_odd_groups(case, near, key, value, group):
     assert_native(case(5, D=21, Dv=21, L=1, group=group, tiers=[(key, value)]), near)
 
 
-BLOCKS = [("8c", "4r"), ("4c", "4r"), ("2c", "8r"), ("1c", "1c"), ("4r", "2c")]
+BLOCKS = [("8c", "4r"), ("4c", "4r"), ("2c", "8r"), ("1c", "1c"), ("4r", "2c"), ("3c", "3r")]
 
 
 @pytest.mark.parametrize("tier", BLOCKS)
@@ -103,8 +106,45 @@ def test_blocks_with_scales_per_channel_and_their_residual(near):
     torch.testing.assert_close(found, wanted, rtol=near, atol=near)
 
 
+@pytest.mark.parametrize("dim", [64, 128, 256, 127, 61, 45, 40, 1])
+@pytest.mark.parametrize("bits", [4, 3, 2, 1])
+@pytest.mark.parametrize("length", [1, 20])
+@pytest.mark.grid(3)
+def test_codebooks_and_codes_of_3_bits_in_pages(near, dim, bits, length):
+    key, value = CodebookCodec(dim, bits), IntegerCodec(dim, 3)
+    for form in (TokenFormat(key, value), TokenFormat(value, key)):
+        (layout,) = fit([form], 32)
+        tiers = Tiers(PagePool(layout.nbytes), [layout], 1, 2, 3)
+        keep = torch.ones(6, 300, dtype=torch.bool)
+        keep[1, 40:] = False
+        g = torch.Generator().manual_seed(dim)
+        x = torch.randn(2, 6, 300, dim, generator=g)
+        tiers.append(0, tiers.table_rows(), *x, keep, None, None)
+        q, now = torch.randn(2, 3, 4, length, dim, generator=g), 300 + torch.arange(length)
+        given = (q, now.expand(2, -1), tiers.views(0), [], dim**-0.5)
+        if chosen() == "plain" and length > 1:
+            continue  # which leaves prompts to torch
+        with torch_unused():
+            found = attend(*given, backend="cpu").out
+        torch.testing.assert_close(found, exact(*given), rtol=near, atol=near)
+
+
+@contextmanager
+def torch_unused():
+    with (
+        patch("kv_cpu.backend.attend_in_torch", side_effect=AssertionError("it went to torch")),
+        patch("kv_cpu.attention_mass.forward", side_effect=AssertionError("it went to torch")),
+    ):
+        yield
+
+
+def exact(q, now, pages, dense, scale):
+    """Return attention in float64 over the same stored tokens."""
+    return attend(q.double(), now, pages, dense, scale, backend="torch").out.float()
+
+
 @pytest.mark.parametrize(("key", "value"), [(1, 256), (31, 33), (64, 64), (100, 96), (256, 1)])
-@pytest.mark.parametrize("bits", ["8", "4", "2", "1", "float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("bits", [*CODES, "float16", "bfloat16", "float32"])
 @pytest.mark.grid(3)
 def test_dimensions(case, near, key, value, bits):
     shape = {"D": key, "Dv": value, "L": 1, "stored": 40, "page": 16, "window": 4}
@@ -112,7 +152,7 @@ def test_dimensions(case, near, key, value, bits):
 
 
 @pytest.mark.parametrize("dims", [(512, 512), (576, 512), (192, 128)], ids=str)
-@pytest.mark.parametrize("bits", ["8", "4", "bfloat16", "float32"])
+@pytest.mark.parametrize("bits", ["8", "4", "3", "4n", "bfloat16", "float32"])
 @pytest.mark.parametrize(("softcap", "sinks"), [(None, False), (2.0, True)])
 @pytest.mark.grid(3)
 def test_large_heads_and_values_of_other_dimensions(case, near, dims, bits, softcap, sinks):

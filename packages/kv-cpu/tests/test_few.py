@@ -12,7 +12,7 @@ from attention_cases import random_case
 from attention_judge import SHAPES, assert_same_output
 from kv_cpu.few import MOST, multi_query_decode
 
-NAMES = st.sampled_from(["8", "4", "2", "1", "float16", "bfloat16", "float32"])
+NAMES = st.sampled_from(["8", "4", "3", "2", "1", "4n", "3n", "float16", "bfloat16", "float32"])
 DTYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
 TIERS = st.lists(st.tuples(NAMES, NAMES), min_size=1, max_size=3)
 

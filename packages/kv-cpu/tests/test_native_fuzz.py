@@ -4,14 +4,17 @@
 """
 
 import os
+import struct
 from random import Random
 
 import pytest
 import torch
 
+import native_judge
 from kv_cpu import missing, runnable
+from kv_policy.described import LEVELS
 from native_calls import Call, Maker
-from native_fuzz import call_of, fuzz
+from native_fuzz import call_of, fuzz, mapped
 
 CALLS, SEED = 500, 0
 
@@ -25,10 +28,19 @@ def test_random_calls_give_what_they_should_or_are_refused():
     assert done["calls"] - done["refused"] >= int(calls) // 8  # some are not
 
 
+class Even(Maker):
+    """Draws calls whose codes stand for themselves: their numbers have fixed places."""
+
+    def format(self, dim):
+        while (found := super().format(dim))[0] == LEVELS:
+            pass
+        return found
+
+
 def valid(name):
     """Return an unmodified call of an operator, with tokens, pages first in attention."""
     assert missing() is None
-    makers = (Maker(Random(i), runnable()) for i in range(1000))
+    makers = (Even(Random(i), runnable()) for i in range(1000))
     return next(call for maker in makers if (call := Call(name, getattr(maker, name)())).full)
 
 
@@ -42,7 +54,7 @@ FIRST = {  # of the first part, which is paged
     "offset": (12, 2**63 - 8, "offset of keys of part 0 is 9223372036854775800; .* do not fit"),
     "before": (12, -4, "offset of keys of part 0 is -4; .* from there on do not fit"),
     "width": (1, -1, "width of part 0 is -1; it must be 0 to 2147483647"),
-    "kind": (2, 7, "keys of part 0 are of kind 7; it must be 0, codes, or 1 to 3"),
+    "kind": (2, 7, "keys of part 0 are of kind 7; it must be 0, codes, 1 to 3, plain numbers, or"),
     "dim": (3, 0, "keys of part 0 have 0 dimensions; 1 to 1024 are supported"),
 }
 
@@ -58,8 +70,8 @@ def test_numbers_of_a_part_are_refused_by_name(name, what):
 
 
 @pytest.mark.parametrize(("bits", "group", "message"), [
-    (0, 4, "keys of part 0 are codes of 0 bits; 1, 2, 4 and 8 are supported"),
-    (3, 4, "keys of part 0 are codes of 3 bits; 1, 2, 4 and 8 are supported"),
+    (0, 4, "keys of part 0 are codes of 0 bits; 1, 2, 3, 4 and 8 are supported"),
+    (5, 4, "keys of part 0 are codes of 5 bits; 1, 2, 3, 4 and 8 are supported"),
     (4, 0, "keys of part 0 have a scale for 0 dimensions; it must be 1 or more"),
     (4, -1, "keys of part 0 have a scale for -1 dimensions; it must be 1 or more"),
 ])  # fmt: skip
@@ -69,6 +81,44 @@ def test_codes_that_there_are_not_are_refused(name, bits, group, message):
     numbers = call.args[PARTS[name]]
     numbers[2], numbers[4], numbers[5] = 0, bits, group
     with pytest.raises(RuntimeError, match=f"^{message}"):
+        getattr(torch.ops.kv_cpu, name)(*call.args)
+
+
+LEVELS_OF_2_BITS = [-2.0, -1.0, 0.5, 3.0]
+
+
+def bits_of(levels):
+    return list(struct.unpack(f"={len(levels)}q", struct.pack(f"={len(levels)}d", *levels)))
+
+
+@pytest.mark.parametrize(("bits", "group", "levels", "message"), [
+    (0, 1024, [], "keys of part 0 are levels of 0 bits; 1 to 4 are supported"),
+    (8, 1024, [], "keys of part 0 are levels of 8 bits; 1 to 4 are supported"),
+    (2, 0, LEVELS_OF_2_BITS, "keys of part 0 have a scale for 0 dimensions; it must be 1 or more"),
+    (2, 1, LEVELS_OF_2_BITS, "keys of part 0 are levels with a scale for 1 of .* dimensions; it"),
+    (2, 1024, LEVELS_OF_2_BITS[:3], "parts are .* numbers and .* tensors; each needs 20 numbers, "),
+    (2, 1024, [*LEVELS_OF_2_BITS, 4.0], "parts are .* numbers and .* tensors; each needs 20 num"),
+    (2, 1024, [-2.0, -1.0, -1.0, 3.0], "keys of part 0 have level -1 after -1; levels must be asc"),
+    (2, 1024, [-2.0, -1.0, 0.5, float("nan")], "keys of part 0 have level nan after 0.5; levels"),
+    (2, 1024, [float("-inf"), -1.0, 0.5, 1.0], r"keys of part 0 have level -inf after -1.7\S*; le"),
+])  # fmt: skip
+@pytest.mark.parametrize("name", PARTS)
+def test_levels_that_codes_cannot_have_are_refused(name, bits, group, levels, message):
+    call = valid(name)
+    numbers = call.args[PARTS[name]]
+    numbers[2], numbers[3], numbers[4], numbers[5] = LEVELS, max(numbers[3], 2), bits, group
+    numbers[20:20] = bits_of(levels)
+    with pytest.raises(RuntimeError, match=f"^{message}"):
+        getattr(torch.ops.kv_cpu, name)(*call.args)
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_tokens_do_not_share_scales_of_levels(name):
+    call = valid(name)
+    numbers = call.args[PARTS[name]]
+    numbers[2], numbers[4], numbers[5], numbers[18] = LEVELS, 2, 1024, 2
+    numbers[20:20] = bits_of(LEVELS_OF_2_BITS)
+    with pytest.raises(RuntimeError, match=r"^keys of part 0 share .* must be 1, as codes are lev"):
         getattr(torch.ops.kv_cpu, name)(*call.args)
 
 
@@ -91,6 +141,26 @@ def test_tokens_that_cannot_share_scales_are_refused(name):
     numbers[2], numbers[18] = 1, 2
     with pytest.raises(RuntimeError, match=r"^keys of part 0 share .* must be 1, as they have"):
         getattr(torch.ops.kv_cpu, name)(*call.args)
+
+
+@pytest.mark.parametrize("page", [-1, 6, 2**31 - 1])
+@pytest.mark.parametrize("name", [*PARTS, "decode_rows"])
+def test_tables_of_padding_are_not_read(name, page):
+    args = valid(name).args
+    at, part = (3, 6) if name == "decode_rows" else (1, PARTS[name] - 1)
+    args[at][:] = 45
+    args[part][1][-1], args[part][2][-1] = page, 1
+    if name == "attention_mass":
+        args[7] = [1 for _ in args[7]]
+    with pytest.raises(RuntimeError, match=f"page {page}"):
+        getattr(torch.ops.kv_cpu, name)(*args)
+    args[at][-1] = -1
+    copies = mapped(args, torch.clone)
+    expected = getattr(native_judge, name)(*copies)
+    found = getattr(torch.ops.kv_cpu, name)(*args)
+    found = [args[4], *found] if name == "decode_rows" else found
+    assert len(found) == len(expected)
+    assert all(bounds.hold(x) for bounds, x in zip(expected, found, strict=True))
 
 
 @pytest.mark.parametrize("name", PARTS)

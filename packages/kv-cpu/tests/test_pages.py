@@ -1,6 +1,7 @@
 """Native page kernels, compared with those in torch: every byte of every page is the same."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor
 from kv_cpu import pages as native
 from kv_paging import Recoding, Tiers, torch_kernels
 from kv_policy import PageLayout, RawCodec, RunningMean, RunningSum, TokenFormat
-from kv_quant.integer import IntegerCodec
+from kv_quant import CodebookCodec, IntegerCodec
+from kv_quant.codebook import LEVELS
 from page_cases import DIMS, FORMATS, codecs, one_store
 from page_twins import DTYPES, Twins, strided, vectors
 
@@ -40,7 +42,7 @@ def test_appending_replacing_reading_and_compacting(isa, form, tokens, beside, d
     g = torch.Generator().manual_seed(seed)
     both = one_store(PageLayout.sized(form, tokens, *beside))
     every = torch.arange(3)
-    coded = [isinstance(codec, IntegerCodec) for codec in (form.key, form.value)]
+    coded = [isinstance(codec, IntegerCodec | CodebookCodec) for codec in (form.key, form.value)]
 
     def drawn(*shape: int) -> list[Tensor | None]:
         dims = (form.key.dim, form.value.dim)
@@ -116,7 +118,11 @@ def test_stored_tokens_are_encoded_in_another_format(isa, forms, tokens, beside,
     both = Twins(lambda pool: Tiers(pool, layouts, 1, 3, 1), nbytes, "cpu")
     key, value = (
         vectors(
-            g, 3, 21, each[0].dim, strange=all(isinstance(codec, IntegerCodec) for codec in each)
+            g,
+            3,
+            21,
+            each[0].dim,
+            strange=all(isinstance(codec, IntegerCodec | CodebookCodec) for codec in each),
         ).to(dtype)
         for each in zip(*((form.key, form.value) for form in forms), strict=True)
     )
@@ -134,8 +140,8 @@ def test_stored_tokens_are_encoded_in_another_format(isa, forms, tokens, beside,
     both.check()
 
 
-@pytest.mark.parametrize("before", [8, 4, 2, 1])
-@pytest.mark.parametrize("after", [8, 4, 2, 1])
+@pytest.mark.parametrize("before", [8, 4, 3, 2, 1])
+@pytest.mark.parametrize("after", [8, 4, 3, 2, 1])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_whole_registers_of_codes_are_encoded_as_other_codes(isa, before, after, dim):
     """Also arbitrary bytes: scales that are negative, infinite or NaN, and large numbers."""
@@ -172,7 +178,7 @@ def test_a_page_is_not_read_and_written(isa):
     assert torch.equal(before, store.pool.data)
 
 
-@pytest.mark.parametrize("bits", [8, 4, 2, 1])
+@pytest.mark.parametrize("bits", [8, 4, 3, 2, 1])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.grid(3)
 def test_whole_registers_of_numbers_near_the_middle_of_two_codes(isa, bits, dtype):
@@ -191,7 +197,7 @@ def test_whole_registers_of_numbers_near_the_middle_of_two_codes(isa, bits, dtyp
     both.check()
 
 
-@pytest.mark.parametrize("bits", [8, 4, 2, 1])
+@pytest.mark.parametrize("bits", [8, 4, 3, 2, 1])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.grid(3)
 def test_scales_zeros_and_codes_of_many_pairs_of_numbers(isa, bits, dtype):
@@ -207,6 +213,27 @@ def test_scales_zeros_and_codes_of_many_pairs_of_numbers(isa, bits, dtype):
     form = TokenFormat(IntegerCodec(3, bits), IntegerCodec(3, bits, 2))
     both = one_store(PageLayout.sized(form, 64), 1)
     both.do("append", torch.arange(1), x, x, torch.ones(x.shape[:2], dtype=torch.bool))
+    both.check()
+
+
+@pytest.mark.parametrize("bits", [4, 3, 2, 1])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [64, 61])
+@pytest.mark.grid(3)
+def test_numbers_at_the_bounds_between_levels(isa, bits, dtype, dim):
+    """Vectors whose scale is any float16, and their numbers within a few steps of a bound."""
+    g = torch.Generator().manual_seed(bits)
+    scales = torch.arange(1, 0x7800).to(torch.int16).view(torch.float16).float()[::7]
+    bounds = torch.tensor([(a + b) / 2 for a, b in pairwise(LEVELS[bits])])
+    near = bounds[torch.randint(len(bounds), (len(scales), dim - 1), generator=g)]
+    near *= (near.double().square().sum(1, keepdim=True) < dim).float()
+    last = (dim - near.double().square().sum(1, keepdim=True)).sqrt().float()
+    step = torch.randint(-3, 4, near.shape, generator=g)
+    x = torch.cat((near * (1 + step * 2**-23) + step * 1e-30, last), 1) * scales[:, None]
+    x = x[scales < 4096].to(dtype)[None]
+    form = TokenFormat(CodebookCodec(dim, bits), CodebookCodec(dim, bits))
+    both = one_store(PageLayout.sized(form, 64), 1)
+    both.do("append", torch.arange(1), x, -x, torch.ones(x.shape[:2], dtype=torch.bool))
     both.check()
 
 
@@ -244,7 +271,7 @@ def test_tokens_at_any_places_of_memory_without_a_scratch_page(
     place = torch.randperm(pages * tokens, generator=g)[: count * heads]
     if seed % 3:  # adjacent tokens of a head are in adjacent slots
         place = place.sort().values.view(heads, count).T.flatten()
-    coded = [isinstance(codec, IntegerCodec) for codec in (form.key, form.value)]
+    coded = [isinstance(codec, IntegerCodec | CodebookCodec) for codec in (form.key, form.value)]
     dims = (form.key.dim, form.value.dim)
     key, value = (
         strided(vectors(g, count, heads, dim, strange=strange).to(dtype), way)

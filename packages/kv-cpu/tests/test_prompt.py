@@ -18,7 +18,7 @@ from kv_cpu.library import FORCE
 from kv_policy import Observe, RawCodec
 from native_sets import PROMPT_SETS
 
-NAMES = st.sampled_from(["8", "4", "2", "1", "float16", "bfloat16", "float32"])
+NAMES = st.sampled_from(["8", "4", "3", "2", "1", "4n", "3n", "float16", "bfloat16", "float32"])
 TIERS = st.lists(st.tuples(NAMES, NAMES), max_size=3)
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 LENGTHS = st.sampled_from([MOST + 1, 31, 33, 70])
@@ -64,7 +64,9 @@ def test_any_prompt(case, isa, seed, shape, length, dtype, tiers):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [1, 31, 33, 64, 80, 128, 300])
-@pytest.mark.parametrize("names", [("8", "4"), ("4", "2"), ("bfloat16", "float32")])
+@pytest.mark.parametrize(
+    "names", [("8", "4"), ("4", "2"), ("3", "4n"), ("3n", "3"), ("bfloat16", "float32")]
+)
 @pytest.mark.grid(3)
 def test_dimensions(case, isa, dtype, dim, names):
     shape = {"D": dim, "Dv": dim + 3, "group": dim, "L": 40, "stored": 300, "page": 16}

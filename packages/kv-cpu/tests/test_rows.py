@@ -56,7 +56,9 @@ def done(step: RowInputs) -> Attended:
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("tiers", [[], [("8", "4")], [("bfloat16", "bfloat16"), ("4", "2")]])
+@pytest.mark.parametrize(
+    "tiers", [[], [("8", "4")], [("3", "4n")], [("bfloat16", "bfloat16"), ("4", "2")]]
+)
 def test_output_is_that_of_torch(
     near: float, case: Callable[..., Case], tiers: list, sinks: bool, softcap: float | None
 ) -> None:

@@ -1,4 +1,6 @@
+import math
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -6,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_policy import PageLayout, RawCodec, TileCounts, TokenFormat
-from kv_policy.codec import BitLayout, Codec
+from kv_policy.bit_layout import BitLayout, PlaneLayout
+from kv_policy.codec import Codec
 
 
 class Fake:
@@ -112,6 +115,47 @@ def test_bit_layout_places_every_code_once(dim: int, bits: int, group: int) -> N
 def test_bit_layout_refuses(dim: int, bits: int, group: int) -> None:
     with pytest.raises(ValueError, match="is"):
         BitLayout(dim, bits, group)
+
+
+@given(st.integers(1, 300), st.sampled_from([1, 2, 3, 4, 8]), st.integers(1, 300))
+def test_planes_place_every_bit_once(dim: int, bits: int, group: int) -> None:
+    layout = PlaneLayout(dim, bits, group)
+    places = [layout.place(d, bit) for d in range(dim) for bit in range(bits)]
+    assert len(set(places)) == dim * bits
+    assert all(0 <= byte < layout.stride and 0 <= bit < 8 for byte, bit in places)
+    assert layout.stride * 8 - dim * bits < 8 * len(layout.each)
+    whole = BitLayout(dim, bits, group) if bits != 3 else layout
+    assert layout.plain == whole
+    assert (layout.parts, layout.groups) == (whole.parts, whole.groups)
+
+
+def test_levels_have_a_scale_and_no_zero() -> None:
+    levels = (-1.0, -0.5, 0.5, 2.0)
+    layout = PlaneLayout(10, 2, 4, tokens=3, levels=levels)
+    assert layout.plain is layout
+    assert layout.parts == (9, 6)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"bits": 5}, "bits is 5; a code has 1, 2, 3, 4 or 8 bits"),
+        ({"bits": 2, "levels": (1.0, 2.0)}, "levels are 2; codes of 2 bits have 4"),
+        ({"bits": 1, "levels": (1.0, 1.0)}, "levels are .1.0, 1.0.; use ascending ones"),
+        ({"bits": 1, "levels": (1.0, math.inf)}, "use ascending ones of at most 2..127 in size"),
+        ({"bits": 1, "levels": (math.nan, 1.0)}, "levels are .nan, 1.0.; use ascending ones"),
+        ({"bits": 4, "dim": 0}, "dim is 0"),
+        ({"bits": 3, "tokens": 0}, "tokens 0; all must be at least 1"),
+    ],
+)
+def test_impossible_planes_are_refused(sizes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PlaneLayout(**{"dim": 8, "group": 8, **sizes})
+
+
+def test_a_bit_beyond_a_code_has_no_place() -> None:
+    with pytest.raises(ValueError, match="bit 3 is given, beyond the 3 of a code"):
+        PlaneLayout(8, 3, 8).place(0, 3)
 
 
 def test_lengths_of_counted_tiles_lie_one_after_another() -> None:

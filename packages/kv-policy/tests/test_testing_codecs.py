@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kv_policy import BitLayout, RawCodec
+from kv_policy import BitLayout, PlaneLayout, RawCodec
 from kv_policy.testing import check_codec
 
 
@@ -43,6 +43,53 @@ def test_a_good_codec_passes() -> None:
     check_codec(Eight())
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         check_codec(RawCodec(7, dtype))
+
+
+@dataclass(frozen=True)
+class Uneven:
+    """Codes of 3 bits, of levels from -1 to 1."""
+
+    dim: int = 12
+    block: ClassVar[int] = 1
+    levels: ClassVar[tuple[float, ...]] = (-1.0, -0.75, -0.25, 0.0, 0.125, 0.25, 0.5, 1.0)
+
+    @property
+    def layout(self) -> PlaneLayout:
+        return PlaneLayout(self.dim, 3, self.dim, levels=self.levels)
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        return self.layout.parts
+
+    def encode(self, x: Tensor) -> Tensor:
+        inner = x[:, 0].float().nan_to_num().clamp(-1, 1)
+        codes = (inner[..., None] - torch.tensor(Uneven.levels)).abs().argmin(-1)
+        data = torch.zeros(len(x), sum(self.parts), dtype=torch.uint8)
+        data[:, -2:] = torch.ones(1, dtype=torch.float16).view(torch.uint8)
+        for d in range(self.dim):
+            for bit in range(3):
+                byte, at = self.layout.place(d, bit)
+                data[:, byte] |= ((codes[:, d] >> bit & 1) << at).to(torch.uint8)
+        return data
+
+    def decode(self, data: Tensor) -> Tensor:
+        codes = torch.zeros(len(data), self.dim, dtype=torch.long)
+        for d in range(self.dim):
+            for bit in range(3):
+                byte, at = self.layout.place(d, bit)
+                codes[:, d] |= (data[:, byte].long() >> at & 1) << bit
+        return torch.tensor(Uneven.levels)[codes][:, None]
+
+    def bound(self, x: Tensor) -> Tensor:
+        return (x.abs() - 1).clamp(min=0).double() + 0.26
+
+
+def test_a_good_codec_of_levels_passes() -> None:
+    check_codec(Uneven())
+
+
+class Mirrored(Uneven):
+    levels = tuple(-x for x in reversed(Uneven.levels))
 
 
 class Short(Eight):
@@ -127,6 +174,7 @@ class Noisy(Eight):
         (Batchwise, "a block encoded alone has other bytes than the same block in a batch"),
         (Leaky, "an infinity or a NaN in one block changes the bytes of another"),
         (Moved, "decode does not return code * scale + zero of its own layout"),
+        (Mirrored, "decode does not return level * scale of its own layout"),
         (Shared, "2 tokens that share scales and parts (12, 0); the codec has 12, blocks of 1"),
         (Whole, "decode failed on bytes inside a page"),
         (Eager, "encode changed its input"),
@@ -134,7 +182,7 @@ class Noisy(Eight):
         (Noisy, "encode returns other bytes when repeated"),
     ],
 )
-def test_a_broken_codec_is_told_its_law(broken: type[Eight], law: str) -> None:
+def test_a_broken_codec_is_told_its_law(broken: type[Eight | Uneven], law: str) -> None:
     with pytest.raises(AssertionError) as error:
         check_codec(broken())
     assert law in str(error.value)

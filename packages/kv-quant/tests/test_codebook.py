@@ -1,6 +1,8 @@
 """Codebooks for rotated coordinates: their levels, their bytes, and what they lose."""
 
 import math
+import struct
+from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
@@ -9,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from codec_laws import coded, expect_within_bound
-from kv_policy import PageLayout, TokenFormat
+from kv_policy import Codec, PageLayout, PlaneLayout, TokenFormat
 from kv_policy.described import described
 from kv_policy.testing import check_codec
 from kv_quant import LIMIT, CodebookCodec, IntegerCodec, reference
@@ -117,12 +119,58 @@ def test_bytes_are_codes_and_a_scale(bits):
     assert data[0, -2:].view(torch.float16).item() == 3.0
 
 
-def test_kernels_leave_it_to_its_own_code():
-    codec = CodebookCodec(64, 4)
+@pytest.mark.parametrize("bits", BITS)
+def test_kernels_without_tables_leave_it_to_its_own_code(bits):
+    codec = CodebookCodec(64, bits)
     page = PageLayout.sized(TokenFormat(codec, codec), tokens=16)
     declined = described(page).declined
     assert declined is not None
     assert "is read and written by its own code" in declined
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        PlaneLayout(64, 4, 32, levels=LEVELS[4]),
+        PlaneLayout(64, 4, 64, 2, levels=LEVELS[4]),
+        PlaneLayout(64, 8, 64, levels=tuple(float(i) for i in range(256))),
+    ],
+    ids=["several scales", "shared scales", "256 levels"],
+)
+def test_kernels_with_tables_leave_other_codebooks_to_their_own_code(layout):
+    codec = Other(layout)
+    assert isinstance(codec, Codec)
+    page = PageLayout.sized(TokenFormat(codec, codec), tokens=16)
+    assert "is read and written by its own code" in (described(page, planes=True).declined or "")
+
+
+@dataclass(frozen=True)
+class Other:
+    layout: PlaneLayout
+    dim = 64
+
+    @property
+    def block(self):
+        return self.layout.tokens
+
+    @property
+    def parts(self):
+        return self.layout.parts
+
+    def encode(self, x):
+        raise NotImplementedError
+
+    decode = bound = encode
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_kernels_with_tables_have_its_levels(bits):
+    codec = CodebookCodec(64, bits)
+    page = PageLayout.sized(TokenFormat(codec, IntegerCodec(64, 3)), tokens=16)
+    found = described(page, planes=True)
+    assert found.declined is None
+    assert found.formats == (4, 64, bits, 64, 0, 64, 3, 64)
+    assert struct.unpack(f"={2**bits}d", struct.pack(f"={2**bits}q", *found.levels)) == LEVELS[bits]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from codec_laws import coded, expect_within_bound
+from kv_policy import BitLayout, PlaneLayout
 from kv_policy.testing import check_codec
 from kv_quant import LIMIT, IntegerCodec, reference
 
@@ -214,14 +215,11 @@ def test_codes_take_their_bits_and_less_than_a_byte_more_per_plane(dim, bits, gr
     assert all(byte < codec.parts[0] and bit < 8 for byte, bit in places)
 
 
-def test_kernels_read_all_codes_but_those_of_3_bits():
-    assert [IntegerCodec(64, bits).layout is None for bits in BITS] == [
-        False,
-        False,
-        True,
-        False,
-        False,
-    ]
+@pytest.mark.parametrize("bits", BITS)
+def test_codes_of_3_bits_alone_are_in_two_planes(bits):
+    layout = IntegerCodec(64, bits, 16).layout
+    assert isinstance(layout, PlaneLayout if bits == 3 else BitLayout)
+    assert (layout.dim, layout.bits, layout.group, layout.tokens) == (64, bits, 16, 1)
 
 
 def test_no_vectors():

@@ -104,6 +104,22 @@ def test_coordinates_are_decoded_in_rows_as_otherwise(basis, more: str, monkeypa
     assert all(torch.equal(a, b) for a, b in zip(*map(tensors, (ours, other)), strict=True))
 
 
+@pytest.mark.parametrize("codes", ["k3v3", "k4v3:levels=normal", "k3v4:levels=normal"])
+@pytest.mark.parametrize("more", ["", "snapkv:budget=9,window=4+"])
+def test_codes_of_3_bits_and_of_levels_are_native(codes: str, more: str) -> None:
+    need("cpu")
+    policy = parse(more + codes)
+    ours, other = (PolicyCache(policy, SHAPE, backend=name) for name in ("cpu", "torch"))
+    assert ours._decode_rows is not None
+    found, wanted = (answers(policy, used_again=True, cache=cache) for cache in (ours, other))
+    for here, there in zip(found, wanted, strict=True):
+        torch.testing.assert_close(here, there, rtol=1e-3, atol=1e-3)
+    wanted_tensors = other.state().tensors
+    for key, x in ours.state().tensors.items():
+        error = 1e-3 if "score" in key else 0.0  # sums of attention are rounded, bytes are not
+        torch.testing.assert_close(x, wanted_tensors[key], rtol=error, atol=error, equal_nan=True)
+
+
 def tensors(cache: PolicyCache) -> list[Tensor]:
     return [x for _, x in sorted(cache.state().tensors.items())]
 

@@ -7,7 +7,12 @@ from kv_policy.described import NUMBERS, described
 
 
 def refused(
-    inputs: AttentionInputs, most_key: int, most_value: int, *, blocks: bool = False
+    inputs: AttentionInputs,
+    most_key: int,
+    most_value: int,
+    *,
+    blocks: bool = False,
+    planes: bool = False,
 ) -> str | None:
     """Return why compiled kernels do not support a pass; None if they do.
 
@@ -18,6 +23,7 @@ def refused(
         most_key: the maximum dimension of keys that the kernels support.
         most_value: that of values.
         blocks: whether they support formats that encode several tokens together.
+        planes: whether they support codes of 3 bits, and codes that stand for levels.
     """
     q = inputs.q
     if q.dtype not in NUMBERS:
@@ -30,7 +36,7 @@ def refused(
     if q.shape[4] > most_key or inputs.value_dim > most_value:
         return f"keys of more than {most_key} dimensions, or values of more than {most_value}"
     for part in inputs.pages:
-        reason = described(part.layout, blocks=blocks).declined
+        reason = described(part.layout, blocks=blocks, planes=planes).declined
         if reason is not None:
             return reason
     if any(x.dtype not in NUMBERS for tokens in inputs.dense for x in (tokens.key, tokens.value)):

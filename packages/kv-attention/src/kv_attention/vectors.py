@@ -73,7 +73,7 @@ def read(
         dtype: the compute dtype.
     """
     layout = codec.layout
-    if layout is not None and layout.tokens == 1 and len(parts) == 2 and 8 % layout.bits == 0:
+    if isinstance(layout, BitLayout) and layout.tokens == 1 and len(parts) == 2:
         return _codes(parts[0], parts[1], layout, table_rows, dtype)
     blocks = parts[0].numel() // codec.parts[0]
     split = [part.view(blocks, size) for part, size in zip(parts, codec.parts, strict=True)]

@@ -1,4 +1,4 @@
-"""Random paged caches: a small integer codec, and pages filled by PageLayout alone."""
+"""Random paged caches: small codecs of codes, and pages filled by PageLayout alone."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +16,7 @@ from kv_policy import (
     Observe,
     PagedTokens,
     PageLayout,
+    PlaneLayout,
     RawCodec,
     TokenFormat,
 )
@@ -31,9 +32,68 @@ def aligned(data: Tensor) -> Tensor:
     return data.clone(memory_format=torch.contiguous_format)
 
 
+def packed(codes: Tensor, planes: PlaneLayout) -> Tensor:
+    """Pack codes [..., D], dimension by dimension."""
+    data = torch.zeros(*codes.shape[:-1], planes.stride, dtype=torch.uint8)
+    start = low = 0
+    for plane in planes.each:
+        part = (codes >> low) & (2**plane.bits - 1)
+        for d in range(planes.dim):
+            byte, bit = plane.place(d)
+            data[..., start + byte] |= part[..., d].to(torch.uint8) << bit
+        start, low = start + plane.stride, low + plane.bits
+    return data
+
+
+def unpacked(data: Tensor, planes: PlaneLayout) -> Tensor:
+    """Unpack codes [..., D], dimension by dimension."""
+    codes = torch.zeros(*data.shape[:-1], planes.dim, dtype=torch.long)
+    start = low = 0
+    for plane in planes.each:
+        for d in range(planes.dim):
+            byte, bit = plane.place(d)
+            part = (data[..., start + byte] >> bit) & (2**plane.bits - 1)
+            codes[..., d] |= part.long() << low
+        start, low = start + plane.stride, low + plane.bits
+    return codes
+
+
+@dataclass(frozen=True)
+class Levels:
+    """Codes of uneven levels, with one scale a vector."""
+
+    dim: int
+    bits: int
+    block: int = 1
+
+    @property
+    def layout(self) -> PlaneLayout:
+        count = 2**self.bits
+        levels = tuple((i - 0.4 * count) * (1 + 0.1 * i) * 2 / count for i in range(count))
+        return PlaneLayout(self.dim, self.bits, self.dim, levels=tuple(sorted(levels)))
+
+    @property
+    def parts(self) -> tuple[int, int]:
+        return self.layout.parts
+
+    def encode(self, x: Tensor) -> Tensor:
+        levels = torch.tensor(self.layout.levels).double()
+        scale = x[:, 0].double().square().mean(1, keepdim=True).sqrt().clamp(min=1e-4).half()
+        codes = ((x[:, 0].double() / scale)[..., None] - levels).abs().argmin(-1)
+        return torch.cat([packed(codes, self.layout), scale.view(torch.uint8)], dim=1)
+
+    def decode(self, data: Tensor) -> Tensor:
+        stride, levels = self.layout.stride, torch.tensor(self.layout.levels).double()
+        scale = aligned(data[:, stride:]).view(torch.float16).double()
+        return (levels[unpacked(data[:, :stride], self.layout)] * scale)[:, None]
+
+    def bound(self, x: Tensor) -> Tensor:
+        return torch.full_like(x, torch.inf)
+
+
 @dataclass(frozen=True)
 class Integers:
-    """Asymmetric integers in a BitLayout; a group of dimensions of `block` tokens has one scale."""
+    """Asymmetric integers in planes; a group of dimensions of `block` tokens has one scale."""
 
     dim: int
     bits: int
@@ -41,8 +101,12 @@ class Integers:
     block: int = 1
 
     @property
-    def layout(self) -> BitLayout:
-        return BitLayout(self.dim, self.bits, self.group, self.block)
+    def planes(self) -> PlaneLayout:
+        return PlaneLayout(self.dim, self.bits, self.group, self.block)
+
+    @property
+    def layout(self) -> BitLayout | PlaneLayout:
+        return self.planes.plain
 
     @property
     def parts(self) -> tuple[int, int]:
@@ -50,31 +114,25 @@ class Integers:
 
     def encode(self, x: Tensor) -> Tensor:
         layout, x = self.layout, x.double()
-        data = torch.zeros(*x.shape[:2], layout.stride, dtype=torch.uint8)
+        codes = torch.zeros(x.shape, dtype=torch.long)
         numbers = torch.zeros(len(x), 2, layout.groups, dtype=torch.float16)
         top = 2**self.bits - 1
         for g, of in enumerate(torch.arange(self.dim).split(self.group)):
             zero = x[..., of].amin((1, 2)).half()
             scale = ((x[..., of].amax((1, 2)) - zero) / top).clamp(min=1e-4).half()
             above = x[..., of] - zero[:, None, None]
-            codes = (above / scale[:, None, None]).round().clamp(0, top).to(torch.uint8)
+            codes[..., of] = (above / scale[:, None, None]).round().clamp(0, top).long()
             numbers[:, 0, g], numbers[:, 1, g] = scale, zero
-            for d, code in zip(of.tolist(), codes.unbind(2), strict=True):
-                byte, bit = layout.place(d)
-                data[:, :, byte] |= code << bit
+        data = packed(codes, self.planes)
         return torch.cat([data.flatten(1), numbers.view(torch.uint8).flatten(1)], dim=1)
 
     def decode(self, data: Tensor) -> Tensor:
         layout, split = self.layout, self.parts[0]
-        codes = data[:, :split].reshape(len(data), self.block, layout.stride)
+        rows = data[:, :split].reshape(len(data), self.block, layout.stride)
         numbers = aligned(data[:, split:]).view(torch.float16).double()
-        each = []
-        for d in range(self.dim):
-            byte, bit = layout.place(d)
-            code = (codes[:, :, byte] >> bit) & (2**self.bits - 1)
-            scale, zero = numbers[:, d // self.group], numbers[:, layout.groups + d // self.group]
-            each.append(code * scale[:, None] + zero[:, None])
-        return torch.stack(each, 2)
+        group = torch.arange(self.dim) // self.group
+        scale, zero = numbers[:, group], numbers[:, layout.groups + group]
+        return unpacked(rows, self.planes) * scale[:, None] + zero[:, None]
 
     def bound(self, x: Tensor) -> Tensor:
         return torch.full_like(x, torch.inf)
@@ -92,7 +150,7 @@ class Rows:
         return self.each.dim
 
     @property
-    def layout(self) -> BitLayout:
+    def layout(self) -> BitLayout | PlaneLayout:
         return self.each.layout
 
     @property
@@ -141,12 +199,14 @@ class Shared:
 
 
 def codec(name: str, dim: int, group: int, block: int) -> Codec:
-    """Return a codec: `8`, `4`, `2` or `1` for integers, `shared`, or the name of a dtype.
+    """Return a codec: `8`, `4`, `3`, `2` or `1` for integers, `shared`, or the name of a dtype.
 
-    Integers of blocks are `4c` with scales per channel, `4r` with those of `4`.
+    Integers of blocks are `4c` with scales per channel, `4r` with those of `4`; levels are `4n`.
     """
     if name[:-1].isdigit():
         bits = int(name[:-1])
+        if name.endswith("n"):
+            return Levels(dim, bits)
         if name.endswith("c"):
             return Integers(dim, bits, 1, block)
         return Rows(Integers(dim, bits, group), block)

@@ -27,7 +27,7 @@ def refused(inputs: AttentionInputs) -> str | None:
     for tokens in inputs.dense:
         if any(x.stride(-1) != 1 and x.shape[-1] != 1 for x in (tokens.key, tokens.value)):
             return "dense tokens whose numbers are not consecutive"
-    return compiled.refused(inputs, MOST_DIM, MOST_DIM, blocks=True)
+    return compiled.refused(inputs, MOST_DIM, MOST_DIM, blocks=True, planes=True)
 
 
 def softmax(inputs: AttentionInputs, *, sinks: bool = True) -> tuple[float, list[Tensor]]:
@@ -111,10 +111,10 @@ def numbers_of_pages(
         placed: whether the positions of its tokens are given.
         width: how many slots are observed.
     """
-    pages = described(layout, blocks=True)
+    pages = described(layout, blocks=True, planes=True)
     at = pages.positions if holes else -1
     numbers = [1, width, *pages.formats, int(placed), *pages.places, at, int(reverse)]
-    return [*numbers, *pages.share]
+    return [*numbers, *pages.share, *pages.levels]
 
 
 def _dense_tensors(tokens: DenseTokens) -> list[Tensor]:

@@ -47,7 +47,7 @@ def declined(layout: PageLayout, device: torch.device) -> str | None:
         return f"pages on {device.type}"
     if max(layout.format.key.dim, layout.format.value.dim) > MOST_DIM:
         return f"vectors of more than {MOST_DIM} dimensions"
-    return described(layout).declined
+    return described(layout, planes=True).declined
 
 
 def write(pages: PagedTokens, tokens: TokenWrite) -> None:
@@ -272,10 +272,10 @@ def _tier(pages: PagedTokens) -> tuple[Tensor, Tensor, Sequence[int]]:
 
 def tier_numbers(layout: PageLayout, reverse: bool) -> Sequence[int]:
     """Return the numbers of a tier's pages."""
-    pages = described(layout)
+    pages = described(layout, planes=True)
     score = layout.score_offset if layout.scores else -1
     position = pages.positions if layout.positions else -1
-    return [*pages.places, score, position, int(reverse), *pages.formats]
+    return [*pages.places, score, position, int(reverse), *pages.formats, *pages.levels]
 
 
 def _rows(x: Float[Tensor, "S L D"]) -> Float[Tensor, "S L D"]:

@@ -118,7 +118,7 @@ def declined(inputs: RowInputs) -> str | None:
 
 @lru_cache(maxsize=64)
 def _layout(layout: PageLayout, reverse: bool, holes: bool, placed: bool, width: int) -> _Layout:
-    pages = described(layout)
+    pages = described(layout, planes=True)
     if pages.declined is not None:
         return _Layout(pages.declined)
     part = numbers_of_pages(layout, reverse=reverse, holes=holes, placed=placed, width=width)

@@ -2,6 +2,7 @@
 
 import ctypes
 import mmap
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -10,7 +11,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kv_policy.described import NUMBERS
+from kv_policy import PlaneLayout
+from kv_policy.described import LEVELS, NUMBERS
+from native_judge import PART, each_of
 
 PAGE: Final = mmap.PAGESIZE
 SLOT: Final = 32 * PAGE  # maximum size of a tensor
@@ -146,10 +149,20 @@ class Maker:
         return self.random.choice(list(NUMBERS))
 
     def format(self, dim: int) -> list[int]:
-        number = self.random.choice([0, 0, 1, 2, 3])
+        number = self.random.choice([0, 0, 0, 1, 2, 3, LEVELS])
+        if number == LEVELS:
+            return [number, dim, self.random.randint(1, 4), self.random.randint(dim, dim + 2)]
         if number:
             return [number, dim, 0, 1]
-        return [0, dim, self.random.choice([1, 2, 4, 8]), self.random.randint(1, dim + 2)]
+        return [0, dim, self.random.choice([1, 2, 3, 4, 8]), self.random.randint(1, dim + 2)]
+
+    def levels(self, formats: list[list[int]]) -> list[int]:
+        """Return ascending levels of codes, as the bits of float64 numbers."""
+        found: list[float] = []
+        for number, _, bits, _ in formats:
+            if number == LEVELS:
+                found += sorted(self.random.uniform(-3, 3) for _ in range(2**bits))
+        return list(struct.unpack(f"={len(found)}q", struct.pack(f"={len(found)}d", *found)))
 
     def dim(self) -> int:
         return self.random.choice([1, 3, 8, 16, 17, 20, 33, 64])
@@ -171,15 +184,15 @@ class Maker:
                 at += columns[-1].shape[1]
 
         for number, dim, bits, group in formats:
-            if number:
+            if number in DTYPES:
                 lay(self.normal(pages, tokens, dim, dtype=DTYPES[number]))
                 lay(torch.empty(0), used=False)
                 continue
-            groups = -(-dim // group)
-            lay(self.integers(0, 256, pages, tokens * (-(-dim * bits // 8)), dtype=torch.uint8))
-            scale = torch.rand(pages, tokens, 1, groups, generator=self.generator) / 2**bits
-            zero = self.normal(pages, tokens, 1, groups)
-            lay(torch.cat((scale, zero), dim=2).half())
+            planes = PlaneLayout(dim, bits, group)
+            lay(self.integers(0, 256, pages, tokens * planes.stride, dtype=torch.uint8))
+            scale = torch.rand(pages, tokens, 1, planes.groups, generator=self.generator)
+            zero = self.normal(pages, tokens, 1, planes.groups)
+            lay((torch.cat((scale / 2**bits, zero), dim=2) if number == 0 else scale).half())
         for _ in range(more):
             lay(self.integers(-1, 40, pages, tokens, dtype=torch.int32))
         columns.append(self.integers(0, 256, pages, self.random.randint(0, 9), dtype=torch.uint8))
@@ -197,7 +210,7 @@ class Maker:
             scores = self.normal(6, tokens).view(torch.uint8)
             data[:, score : score + 4 * tokens] = scores
         numbers = [tokens, *places[:4], score, position, self.random.randint(0, 1)]
-        numbers += [*formats[0], *formats[1]]
+        numbers += [*formats[0], *formats[1], *self.levels(formats)]
         table = self.integers(0, 6, table_rows, width, dtype=self.either())
         length = self.integers(0, tokens * width + 1, table_rows, dtype=self.either())
         return data, table, numbers, length
@@ -220,7 +233,8 @@ class Maker:
         if self.random.random() < 0.3:  # blocks of tokens with the same scales
             tokens = self.random.choice([2, 4, 6])
             share = [self.random.choice([1, 2, tokens]) if not form[0] else 1 for form in formats]
-            formats[0][3] = 1 if self.random.random() < 0.7 else formats[0][3]
+            if formats[0][0] == 0 and self.random.random() < 0.7:
+                formats[0][3] = 1
         data, places = self.pages(tokens, formats, int(holes))
         table = self.integers(0, 6, sequences, heads, columns, dtype=self.either())
         length = self.integers(0, tokens * columns + 1, sequences, heads, dtype=self.either())
@@ -228,6 +242,7 @@ class Maker:
         place = self.integers(0, 30, sequences, heads, width + self.random.randint(0, 2))
         numbers = [1, width, *formats[0], *formats[1], 1, tokens, *places[:4]]
         numbers += [places[4] if holes else -1, self.random.randint(0, 1), *share]
+        numbers += self.levels(formats)
         return [data, table, length, place], numbers
 
     def scored(self, q: Tensor, value_dim: int) -> tuple[list[Tensor], list[int], list[int]]:
@@ -249,9 +264,19 @@ class Maker:
             holes, given = self.random.random() < 0.3, self.random.random() < 0.5
             numbers += [1, width, *formats[0], *formats[1], 1, tokens, *places[:4]]
             numbers += [position if holes else -1, self.random.randint(0, 1), 1, 1]
+            numbers += self.levels(formats)
             tensors += [data, table, length, place]
             running += [score, -1 if given else position]
         return tensors, numbers, running
+
+    def pad(self, position: Tensor, tensors: list[Tensor], numbers: list[int]) -> None:
+        """Sometimes make the last sequence one of padding, whose table has no page numbers."""
+        if self.random.random() >= 0.2:
+            return
+        position[-1] = -1
+        for i, part in enumerate(each_of(numbers, PART)):
+            if part[0]:
+                tensors[4 * i + 1][-1] = self.random.choice([-1, 6, 2**31 - 1])
 
     def pass_over(self, length: int, watched: bool):
         sequences, heads, group = (self.random.randint(1, 2) for _ in "BHG")
@@ -269,6 +294,7 @@ class Maker:
             more, few = self.part(q, value_dim, watched)
             tensors += more
             numbers += few
+        self.pad(position, tensors, numbers)
         return q, position, tensors, numbers, value_dim
 
     def watches(self, many: bool) -> tuple[list[int], list[float]]:
@@ -300,8 +326,6 @@ class Maker:
         value = self.normal(rows, heads, value_dim, dtype=self.floating())
         out = self.normal(rows, heads * group, value_dim, dtype=self.floating())
         position = self.integers(30, 45, sequences, 1)
-        if self.random.random() < 0.2:
-            position[-1] = -1
         by_head = q[:sequences].view(sequences, heads, group, 1, key_dim)
         tensors: list[Tensor] = []
         parts: list[int] = []
@@ -314,6 +338,7 @@ class Maker:
             tensors, parts, running = self.scored(by_head, value_dim)
             term, group = self.random.randint(0, 2), self.random.randint(0, 3)
             watches = [group, self.random.randint(0, 1), 1, term], [0.0]
+        self.pad(position, tensors, parts)
         store: list[Tensor] = []
         tier: list[int] = []
         if self.random.random() < 0.6:
@@ -333,7 +358,7 @@ class Maker:
     def prompt(self) -> list[Arg]:
         length = self.random.choice([1, 2, 9, 30])
         q, position, tensors, parts, value_dim = self.pass_over(length, False)
-        paged = [parts[i] for i in range(0, len(parts), 20)]
+        paged = [part[0] for part in each_of(parts, PART)]
         first = paged.index(1) if 1 in paged else len(paged)
         scored = self.random.randint(0, first)  # parts before the first paged one
         isa = self.random.choice(self.isas)

@@ -5,6 +5,7 @@ IndexError here.
 """
 
 import itertools
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -12,15 +13,16 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kv_policy import RawCodec
-from kv_policy.described import NUMBERS
-from kv_quant import IntegerCodec
+from kv_policy import PlaneLayout, RawCodec
+from kv_policy.described import LEVELS, NUMBERS
+from kv_quant import IntegerCodec, reference
 
 DTYPES: Final = {number: dtype for dtype, number in NUMBERS.items()}
 SIZES: Final = {1: 4, 2: 2, 3: 2}
 EXACT: Final = 0.0
 NEAR: Final = 3e-3  # for all instruction sets; other tests check the tolerance of each
-NUMBERS_OF_PART: Final = 20
+PART: Final = (20, (2, 6))  # numbers of a part, and where those of its formats are
+TIER: Final = (16, (8, 12))
 MOST: Final = 4096  # slots and dimensions: bounds the memory of the reference
 LARGE: Final = 64.0  # numbers above this have a rounding error of more than `NEAR`
 
@@ -32,37 +34,86 @@ def at(x: Tensor | Sequence[int], i: int) -> int:
     return int(x[i])
 
 
+def each_of(numbers: Sequence[int], of: tuple[int, tuple[int, int]]) -> list[list[int]]:
+    """Return the numbers of each part or tier, with the levels of its codes."""
+    (size, kinds), found, rest = of, [], list(numbers)
+    while rest:
+        if len(rest) < size:
+            raise IndexError("numbers of a part or a tier")
+        end = size + sum(_levels(*rest[kind : kind + 3]) for kind in kinds)
+        if len(rest) < end:
+            raise IndexError("levels of codes")
+        found.append(rest[:end])
+        rest = rest[end:]
+    return found
+
+
+def _levels(kind: int, _: int, bits: int) -> int:
+    return 2**bits if kind == LEVELS and bits in (1, 2, 3, 4) else 0
+
+
 @dataclass(frozen=True)
 class Format:
     number: int
     dim: int
     bits: int
     group: int
+    levels: tuple[float, ...] = ()
+
+    @property
+    def is_codes(self) -> bool:
+        return self.number in (0, LEVELS)
+
+    @property
+    def planes(self) -> PlaneLayout:
+        return PlaneLayout(self.dim, self.bits, min(self.group, self.dim), levels=self.levels)
 
     @property
     def bytes(self) -> int:
-        return -(-self.dim * self.bits // 8) if self.number == 0 else self.dim * SIZES[self.number]
+        return self.planes.stride if self.is_codes else self.dim * SIZES[self.number]
 
     @property
-    def groups(self) -> int:
-        return -(-self.dim // self.group) if self.number == 0 else 0
+    def meta(self) -> int:
+        return self.planes.parts[1] if self.is_codes else 0
 
-    @property
-    def codec(self) -> IntegerCodec | RawCodec:
-        if self.number == 0:
-            return IntegerCodec(self.dim, self.bits, min(self.group, self.dim))
-        return RawCodec(self.dim, DTYPES[self.number])
+    def encode(self, x: Tensor) -> Tensor:
+        """Return the bytes of one vector."""
+        if self.levels:
+            data = reference.encode_levels(self.planes, self.levels, x.double().tolist())
+            return torch.tensor(list(data), dtype=torch.uint8)
+        if self.number:
+            return RawCodec(self.dim, DTYPES[self.number]).encode(x[None, None])[0]
+        codec = IntegerCodec(self.dim, self.bits, min(self.group, self.dim))
+        return codec.encode(x[None, None].float())[0]
 
     def decode(self, codes: Tensor, meta: Tensor) -> Tensor:
         """Return the numbers of one vector, in float64."""
-        if self.number:
+        if not self.is_codes:
             return codes.clone().view(DTYPES[self.number]).double()
-        d = torch.arange(self.dim)
-        code = codes[d % self.bytes].long() >> (d // self.bytes * self.bits) & (1 << self.bits) - 1
-        scale, zero = (
-            meta.clone().view(torch.float16).double().view(2, self.groups)[:, d // self.group]
-        )
+        code, start, low = torch.zeros(self.dim, dtype=torch.long), 0, 0
+        for plane in self.planes.each:
+            for d in range(self.dim):
+                byte, bit = plane.place(d)
+                code[d] |= (int(codes[start + byte]) >> bit & (1 << plane.bits) - 1) << low
+            start, low = start + plane.stride, low + plane.bits
+        numbers = meta.clone().view(torch.float16).double()
+        if self.levels:
+            return torch.tensor(self.levels, dtype=torch.float32).double()[code] * numbers
+        group = torch.arange(self.dim) // self.group
+        scale, zero = numbers.view(2, -1)[:, group]
         return code * scale + zero
+
+
+def formats_of(numbers: Sequence[int], of: tuple[int, tuple[int, int]]) -> tuple[Format, Format]:
+    """Return the formats of a part or a tier."""
+    size, (key, value) = of
+    count = _levels(*numbers[key : key + 3])
+    rest = numbers[size:]
+    levels = struct.unpack(f"={len(rest)}d", struct.pack(f"={len(rest)}q", *rest))
+    return (
+        Format(*numbers[key : key + 4], levels[:count]),
+        Format(*numbers[value : value + 4], levels[count:]),
+    )
 
 
 def span(page: Tensor, offset: int, row: int, width: int) -> Tensor:
@@ -74,7 +125,7 @@ def span(page: Tensor, offset: int, row: int, width: int) -> Tensor:
 
 
 def vector(page: Tensor, place: Sequence[int], form: Format, row: int, share: int = 1) -> Tensor:
-    meta = span(page, place[1], row // share, 4 * form.groups) if form.groups else page[:0]
+    meta = span(page, place[1], row // share, form.meta) if form.meta else page[:0]
     return form.decode(span(page, place[0], row, form.bytes), meta)
 
 
@@ -94,7 +145,7 @@ class Held:
 
 def held(tensors: Sequence[Tensor], numbers: Sequence[int], b: int, h: int) -> Held:
     paged, width, *rest = numbers
-    key, value = Format(*rest[:4]), Format(*rest[4:8])
+    key, value = formats_of(numbers, PART)
     if not paged:
         x, y, place = (
             tensors[0][b, h].double(),
@@ -152,12 +203,12 @@ def unknown(x: Tensor, near: float) -> Bounds:
 
 
 def parts_of(tensors: Sequence[Tensor], numbers: Sequence[int]) -> list[tuple[list, list]]:
-    count = len(numbers) // NUMBERS_OF_PART
-    if len(numbers) != NUMBERS_OF_PART * count or len(tensors) != 4 * count:
+    each = each_of(numbers, PART)
+    if len(tensors) != 4 * len(each):
         raise IndexError("parts")
-    each = [numbers[i * NUMBERS_OF_PART :][:NUMBERS_OF_PART] for i in range(count)]
-    for paged, *_, tokens, _, _, _, _, _, _, key, value in each:
-        if min(key, value) < 1 or (paged and (tokens % key or tokens % value)):
+    for part in each:
+        (key, value), tokens = part[18:20], part[11]
+        if min(key, value) < 1 or (part[0] and (tokens % key or tokens % value)):
             raise IndexError("tokens that share scales")
     return [(tensors[4 * i : 4 * i + (4 if part[0] else 3)], part) for i, part in enumerate(each)]
 
@@ -179,8 +230,9 @@ def attention(q, position, tensors, numbers, value_dim, scale, softcap=0.0, sink
     table_rows = {}
     for b in range(sequences):
         for h in range(heads):
-            each = [held(*part, b, h) for part in parts]
             query = position[b][:, None]
+            # Table rows of padding alone are not read, so their page numbers may be any.
+            each = [held(*part, b, h) for part in parts if (query >= 0).any()]
             if not each:
                 continue
             sees = torch.cat(
@@ -206,7 +258,7 @@ def attention(q, position, tensors, numbers, value_dim, scale, softcap=0.0, sink
 def observed(q, position, lse, table_rows, numbers, watches, above, last):
     """Return bounds of the sums of each part, and of the counts."""
     sequences, heads, group, _, _ = q.shape
-    widths = [at(range(MOST), numbers[i + 1]) for i in range(0, len(numbers), NUMBERS_OF_PART)]
+    widths = [at(range(MOST), part[1]) for part in each_of(numbers, PART)]
     described, rest = [], list(watches)
     for share in above:
         how, skip, count = rest[:3]
@@ -313,8 +365,8 @@ def decode_rows(
         return result + bounds
     if len(bounds) != len(running) or len(watches) != 4 or watches[1] > 1:
         raise IndexError("running")
-    for i in range(len(running) // 2 - 1):
-        of = tensors[4 * i : 4 * i + 4], numbers[20 * i : 20 * i + 20], running[2 * i + 2 :][:2]
+    for i, part in enumerate(each_of(numbers, PART)):
+        of = tensors[4 * i : 4 * i + 4], part, running[2 * i + 2 :][:2]
         renew(*of, position, bounds[2 * i].low[0], *running[:2])
     return result + bounds[-2:]
 
@@ -345,8 +397,10 @@ def renew(tensors, numbers, offsets, position, mass, last, over):
 def settle_scores(args, copies) -> None:
     """Set updated scores that are near those of the reference, or unknown, to these."""
     tensors, numbers, running = args[6], args[7], args[10]
-    for i in range(len(running) // 2 - 1):
-        mine, theirs, tokens = tensors[4 * i], copies[6][4 * i], numbers[20 * i + 11]
+    if not running:
+        return
+    for i, part in enumerate(each_of(numbers, PART)):
+        mine, theirs, tokens = tensors[4 * i], copies[6][4 * i], part[11]
         at = slice(running[2 * i + 2], running[2 * i + 2] + 4 * tokens)
         x, y = (each[:, at].clone().view(torch.float32) for each in (mine, theirs))
         near = (x - y).abs() <= NEAR * (1 + y.abs())
@@ -360,8 +414,7 @@ def prompt(q, position, tensors, numbers, scored, value_dim, scale, softcap, sin
     # Products in bfloat16 round weights.
     values = max([_largest(x) for x in tensors if x.is_floating_point() and x.numel()] + [4])
     found = [unknown(out, near * values), Bounds(lse, lse, near * 4)]
-    starts = range(0, len(numbers), NUMBERS_OF_PART)
-    paged, widths = ([at(numbers, i + k) for i in starts] for k in (0, 1))
+    paged, widths = ([part[k] for part in each_of(numbers, PART)] for k in (0, 1))
     for i in range(scored if scored >= 0 else MOST):
         if at(paged, i):
             raise IndexError(f"part {i} is paged")
@@ -432,11 +485,11 @@ def gate(key, value, position, layer, frequency, pairs, linear, inner, outer, fi
 
 class Tier:
     def __init__(self, data: Tensor, table: Tensor, numbers: Sequence[int]) -> None:
-        if len(numbers) != 16:
+        if len(each_of(numbers, TIER)) != 1:
             raise IndexError("numbers of a tier")
         self.data, self.table = data, table
         self.tokens, *self.places, self.score, self.position, self.reverse = numbers[:8]
-        self.formats = Format(*numbers[8:12]), Format(*numbers[12:16])
+        self.formats = formats_of(numbers, TIER)
 
     def locate(self, table_row: int, slot: int) -> tuple[Tensor, int]:
         if slot < 0:
@@ -451,8 +504,8 @@ class Tier:
         found = []
         for i, form in enumerate(self.formats):
             found.append((self.places[2 * i], form.bytes))
-            if form.groups:
-                found.append((self.places[2 * i + 1], 4 * form.groups))
+            if form.meta:
+                found.append((self.places[2 * i + 1], form.meta))
         return found + [(place, 4) for place in (self.score, self.position) if place >= 0]
 
     def number(self, table_row: int, slot: int, offset: int, dtype: torch.dtype) -> Tensor:
@@ -469,13 +522,13 @@ class Tier:
             form = self.formats[which]
             if len(x) != form.dim:
                 raise IndexError("dimensions")
-            codes = form.codec.encode(x[None, None].float() if form.number == 0 else x[None, None])
-            codes = codes.reshape(-1)
-            if form.number:  # the bits of a NaN are undefined: native code writes the quiet one
+            codes = form.encode(x)
+            if not form.is_codes:
+                # The bits of a NaN are undefined: native code writes the quiet one.
                 codes.view(DTYPES[form.number])[x.isnan()] = torch.nan
             span(page, self.places[2 * which], row, form.bytes).copy_(codes[: form.bytes])
-            if form.groups:
-                meta = span(page, self.places[2 * which + 1], row, 4 * form.groups)
+            if form.meta:
+                meta = span(page, self.places[2 * which + 1], row, form.meta)
                 meta.copy_(codes[form.bytes :])
         if self.score >= 0:
             given = torch.tensor([float(score)]).view(torch.uint8)
@@ -614,7 +667,7 @@ def page_recode(
             vectors = []
             for which in (0, 1):
                 x, number = source.read(row, slot, which), source.formats[which].number
-                vectors.append(x.to(DTYPES[number] if number else torch.float32))
+                vectors.append(x.to(DTYPES.get(number, torch.float32)))
             beside = [
                 source.number(row, slot, where, dtype) if own >= 0 else None
                 for own, where, dtype in (
@@ -648,16 +701,24 @@ def page_copy(data, source, target):
     return []
 
 
+def _length(numbers: Sequence[int], tiers: int) -> int:
+    """Return how many numbers some tiers have."""
+    size, kinds = TIER
+    end = 0
+    for _ in range(tiers):
+        here = numbers[end:]
+        end += size + sum(_levels(*here[kind : kind + 3]) for kind in kinds)
+    return end
+
+
 def page_step(data, ring, start, free, tensors, numbers, poison, isa):
     pages, works, rest, given = len(data), [], list(tensors), list(numbers)
     while given:
         count = given.pop(0)
         own, rest = rest[: 8 + 2 * count], rest[8 + 2 * count :]
-        tiers = [
-            (Tier(data, own[8 + 2 * t], given[16 * t : 16 * t + 16]), own[9 + 2 * t])
-            for t in range(count)
-        ]
-        given = given[16 * count :]
+        each = each_of(given[: _length(given, count)], TIER)
+        tiers = [(Tier(data, own[8 + 2 * t], each[t]), own[9 + 2 * t]) for t in range(count)]
+        given = given[sum(map(len, each)) :]
         works.append((own, tiers))
     gone, taken = [], []
     for w, (own, tiers) in enumerate(works):

@@ -2,6 +2,7 @@
 
 from kv_policy.backends import Backend, Instructions, installed_backends
 from kv_policy.basis import HeadBasis, LayerBasis, fold_values
+from kv_policy.bit_layout import BitLayout, PlaneLayout
 from kv_policy.budget import Budget
 from kv_policy.calibrator import (
     Calibrated,
@@ -20,7 +21,7 @@ from kv_policy.calibrator import (
     load_head_calibrator,
     load_score_calibrator,
 )
-from kv_policy.codec import BitLayout, Codec, KeyPrefix, TokenFormat
+from kv_policy.codec import Codec, KeyPrefix, TokenFormat
 from kv_policy.complete import CompleteSelector, complete
 from kv_policy.compose import CompositionError, compose, tier_formats
 from kv_policy.contract import (
@@ -93,6 +94,7 @@ __all__ = [
     "Parameter",
     "Part",
     "PlanView",
+    "PlaneLayout",
     "Queries",
     "Raw",
     "RawCodec",

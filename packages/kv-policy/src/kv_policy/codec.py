@@ -1,4 +1,4 @@
-"""Codecs: the protocol that turns vectors into bytes, and the bit layout for kernels."""
+"""Codecs: the protocol that turns vectors into bytes."""
 
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
@@ -7,67 +7,7 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-
-@dataclass(frozen=True, slots=True)
-class BitLayout:
-    """Position of the integer code of each dimension, for every kernel that reads a format.
-
-    Codes and metadata are two parts. A vector has `stride` bytes of codes: dimension d is in byte
-    d % stride, at bit bits * (d // stride), so neighbouring dimensions are in neighbouring bytes
-    and one shift unpacks a whole register. The metadata of `tokens` consecutive vectors is a
-    float16 scale per group of `group` dimensions, followed by a float16 zero per group.
-    A vector is code * scale + zero. Per token: tokens=1, group=dim. Per channel: group=1.
-
-    A codec with `block` tokens has `block` rows of codes in its first part and block / tokens
-    metadata records in its second; a page's segment holds the rows of codes, then the records.
-
-    >>> BitLayout(dim=128, bits=4, group=128).place(65)  # byte 1, high nibble
-    (1, 4)
-    """
-
-    dim: int
-    bits: int
-    group: int
-    tokens: int = 1  # vectors that share scales and zeros
-
-    def __post_init__(self) -> None:
-        """Check that no code crosses a byte boundary."""
-        if self.bits not in (1, 2, 4, 8):
-            raise ValueError(f"bits is {self.bits}; a code has 1, 2, 4 or 8 bits")
-        if self.dim < 1 or self.group < 1 or self.tokens < 1:
-            raise ValueError(
-                f"dim is {self.dim}, group {self.group} and tokens {self.tokens}; all must be at "
-                "least 1"
-            )
-
-    @property
-    def stride(self) -> int:
-        """Bytes of codes per vector."""
-        return -(-self.dim * self.bits // 8)
-
-    @property
-    def groups(self) -> int:
-        """Scales (and zeros) per metadata record."""
-        return -(-self.dim // self.group)
-
-    @property
-    def scale_offset(self) -> int:
-        """Byte offset of the first scale in the second part."""
-        return 0
-
-    @property
-    def zero_offset(self) -> int:
-        """Byte offset of the first zero in the second part."""
-        return 2 * self.groups
-
-    @property
-    def parts(self) -> tuple[int, int]:
-        """Bytes of the codes of `tokens` vectors, and of their scales and zeros."""
-        return self.tokens * self.stride, 4 * self.groups
-
-    def place(self, d: int) -> tuple[int, int]:
-        """Return the byte and bit where the code of dimension `d` starts."""
-        return d % self.stride, self.bits * (d // self.stride)
+from kv_policy.bit_layout import BitLayout, PlaneLayout
 
 
 @runtime_checkable
@@ -90,8 +30,8 @@ class Codec(Protocol):
         ...
 
     @property
-    def layout(self) -> BitLayout | None:
-        """Bit layout of the codes for kernels, or None: only `decode` reads this codec."""
+    def layout(self) -> BitLayout | PlaneLayout | None:
+        """Layout of the codes for kernels, or None: only `decode` reads this codec."""
         ...
 
     def encode(self, x: Float[Tensor, "n S D"]) -> UInt8[Tensor, "n N"]:

@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Float, Float16, Float32, Float64, UInt8
 from torch import Tensor
 
-from kv_policy import BitLayout
-from kv_quant.planes import WIDTHS, Planes
+from kv_policy import BitLayout, PlaneLayout
+from kv_policy.bit_layout import WIDTHS
 
 # Half of the largest float16. The span of a vector inside +-LIMIT is a float16 too, so even a 1-bit
 # scale cannot overflow, nor can a decoded value that is cast to float16.
@@ -70,7 +70,7 @@ def spread(per_group: Float[Tensor, "n groups"], group: int, dim: int) -> Float[
     return per_group.repeat_interleave(group, dim=1)[:, :dim]
 
 
-def pack(codes: UInt8[Tensor, "n D"], planes: Planes) -> UInt8[Tensor, "n stride"]:
+def pack(codes: UInt8[Tensor, "n D"], planes: PlaneLayout) -> UInt8[Tensor, "n stride"]:
     """Pack the codes of each vector into bytes."""
     each = planes.each
     if len(each) == 1:
@@ -82,7 +82,7 @@ def pack(codes: UInt8[Tensor, "n D"], planes: Planes) -> UInt8[Tensor, "n stride
     return torch.cat(packed, dim=1)
 
 
-def unpack(packed: UInt8[Tensor, "n stride"], planes: Planes) -> Float32[Tensor, "n D"]:
+def unpack(packed: UInt8[Tensor, "n stride"], planes: PlaneLayout) -> Float32[Tensor, "n D"]:
     """Unpack the codes of each vector."""
     first, *others = planes.each
     codes = _unpack(packed[:, : first.stride], first)

@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Float, Float32, UInt8
 from torch import Tensor
 
+from kv_policy import PlaneLayout
 from kv_quant.affine import clean, expect_rows, expect_vectors, pack, spread, unpack
-from kv_quant.planes import Planes
 
 WIDTHS: Final = (8, 4, 3, 2)  # bits of a mantissa, with its sign
 
@@ -55,9 +55,9 @@ class BlockFloatCodec:
             raise ValueError(f"group is {self.group}; use elements per exponent, or 0 for all")
 
     @property
-    def planes(self) -> Planes:
+    def planes(self) -> PlaneLayout:
         """Position of each code; exponents are bytes, in the order of groups."""
-        return Planes(self.dim, self.bits, self.group or self.dim)
+        return PlaneLayout(self.dim, self.bits, self.group or self.dim)
 
     @property
     def layout(self) -> None:

@@ -6,10 +6,9 @@ import torch
 from jaxtyping import Float, Float16, Float32, UInt8
 from torch import Tensor
 
-from kv_policy import BitLayout
+from kv_policy import BitLayout, PlaneLayout
 from kv_quant.affine import affine, check_size, clean, error, pack, unpack
 from kv_quant.integer import IntegerCodec
-from kv_quant.planes import Planes
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +38,14 @@ class ChannelCodec:
         _check_block(self.block)
 
     @property
-    def planes(self) -> Planes:
+    def planes(self) -> PlaneLayout:
         """Position of each code, scale and zero."""
-        return Planes(self.dim, self.bits, 1, tokens=self.block)
+        return PlaneLayout(self.dim, self.bits, 1, tokens=self.block)
 
     @property
-    def layout(self) -> BitLayout | None:
-        """The same for kernels; None: codes of 3 bits, which only `decode` reads."""
-        return self.planes.layout
+    def layout(self) -> BitLayout | PlaneLayout:
+        """The same for kernels."""
+        return self.planes.plain
 
     @property
     def parts(self) -> tuple[int, int]:
@@ -118,13 +117,13 @@ class RowsCodec:
         return self.each.dim
 
     @property
-    def planes(self) -> Planes:
+    def planes(self) -> PlaneLayout:
         """Position of each code, scale and zero of a vector."""
         return self.each.planes
 
     @property
-    def layout(self) -> BitLayout | None:
-        """The same for kernels; None: codes of 3 bits, which only `decode` reads."""
+    def layout(self) -> BitLayout | PlaneLayout:
+        """The same for kernels."""
         return self.each.layout
 
     @property

@@ -10,9 +10,8 @@ import torch
 from jaxtyping import Float, Float16, Float32, UInt8
 from torch import Tensor
 
-from kv_policy import BitLayout
+from kv_policy import PlaneLayout
 from kv_quant.affine import clean, expect_rows, expect_vectors, pack, unpack
-from kv_quant.planes import Planes
 
 # Positive levels of the quantizers of a standard normal number with the least mean squared error
 # (Lloyd, 1982; Max, 1960): each is the mean of the numbers that are nearest to it.
@@ -65,19 +64,19 @@ class CodebookCodec:
             raise ValueError(f"dim is {self.dim}; a vector has at least 1 element")
 
     @property
-    def planes(self) -> Planes:
-        """Position of each code."""
-        return Planes(self.dim, self.bits, self.dim)
+    def planes(self) -> PlaneLayout:
+        """Position of each code, and what it stands for."""
+        return _planes(self.dim, self.bits)
 
     @property
-    def layout(self) -> BitLayout | None:
-        """None: kernels read scales and zeros, and no levels."""
-        return None
+    def layout(self) -> PlaneLayout:
+        """The same for kernels."""
+        return self.planes
 
     @property
     def parts(self) -> tuple[int, int]:
         """Bytes of codes, and of the scale."""
-        return self.planes.stride, 2
+        return self.planes.parts
 
     def encode(self, x: Float[Tensor, "n 1 D"]) -> UInt8[Tensor, "n N"]:
         """Encode vectors into codes and a scale.
@@ -126,6 +125,11 @@ class CodebookCodec:
 def _scale(x: Float32[Tensor, "n D"]) -> Float16[Tensor, "n 1"]:
     """Return the root mean squares; in float64, so that the order of a sum does not matter."""
     return x.double().square().mean(-1, keepdim=True).sqrt().float().half()
+
+
+@lru_cache(maxsize=256)
+def _planes(dim: int, bits: int) -> PlaneLayout:
+    return PlaneLayout(dim, bits, dim, levels=LEVELS[bits])
 
 
 @lru_cache(maxsize=32)

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Float16, Float32, UInt8
 from torch import Tensor
 
-from kv_policy import BitLayout
+from kv_policy import BitLayout, PlaneLayout
 from kv_quant.affine import (
     affine,
     check_size,
@@ -18,7 +18,6 @@ from kv_quant.affine import (
     spread,
     unpack,
 )
-from kv_quant.planes import Planes
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +53,14 @@ class IntegerCodec:
             raise ValueError(f"group is {self.group}; use elements per scale, or 0 for all")
 
     @property
-    def planes(self) -> Planes:
+    def planes(self) -> PlaneLayout:
         """Position of each code, scale and zero."""
-        return Planes(self.dim, self.bits, self.group or self.dim)
+        return PlaneLayout(self.dim, self.bits, self.group or self.dim)
 
     @property
-    def layout(self) -> BitLayout | None:
-        """The same for kernels; None: codes of 3 bits, which only `decode` reads."""
-        return self.planes.layout
+    def layout(self) -> BitLayout | PlaneLayout:
+        """The same for kernels."""
+        return self.planes.plain
 
     @property
     def parts(self) -> tuple[int, int]:

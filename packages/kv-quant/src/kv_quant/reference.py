@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Final
 
-from kv_quant.planes import Planes
+from kv_policy import PlaneLayout
 
 LIMIT: Final = 65504 / 2
 
 
-def encode(planes: Planes, vectors: Sequence[Sequence[float]]) -> bytes:
+def encode(planes: PlaneLayout, vectors: Sequence[Sequence[float]]) -> bytes:
     """Encode a block of vectors: rows of codes, then records of metadata."""
     records = len(vectors) // planes.tokens
     codes = bytearray(len(vectors) * planes.stride)
@@ -35,7 +35,7 @@ def encode(planes: Planes, vectors: Sequence[Sequence[float]]) -> bytes:
     return bytes(codes + meta)
 
 
-def decode(planes: Planes, data: bytes, count: int = 1) -> list[list[float]]:
+def decode(planes: PlaneLayout, data: bytes, count: int = 1) -> list[list[float]]:
     """Decode a block of `count` vectors to float32 numbers."""
     meta, vectors = data[count * planes.stride :], []
     for t in range(count):
@@ -50,7 +50,7 @@ def decode(planes: Planes, data: bytes, count: int = 1) -> list[list[float]]:
     return vectors
 
 
-def encode_levels(planes: Planes, levels: Sequence[float], vector: Sequence[float]) -> bytes:
+def encode_levels(planes: PlaneLayout, levels: Sequence[float], vector: Sequence[float]) -> bytes:
     """Encode a vector by a codebook: codes of the nearest levels, then the root mean square."""
     clean = [_clean(x) for x in vector]
     mean = math.fsum(x * x for x in clean) / len(clean)
@@ -64,13 +64,13 @@ def encode_levels(planes: Planes, levels: Sequence[float], vector: Sequence[floa
     return bytes(codes) + size
 
 
-def decode_levels(planes: Planes, levels: Sequence[float], data: bytes) -> list[float]:
+def decode_levels(planes: PlaneLayout, levels: Sequence[float], data: bytes) -> list[float]:
     """Decode a vector to float32 numbers: the level of each code times the root mean square."""
     (scale,) = struct.unpack_from("<e", data, planes.stride)
     return [_float32(_float32(levels[_get(data, 0, planes, d)]) * scale) for d in range(planes.dim)]
 
 
-def encode_block_float(planes: Planes, vector: Sequence[float]) -> bytes:
+def encode_block_float(planes: PlaneLayout, vector: Sequence[float]) -> bytes:
     """Encode a vector in block floating point: mantissas, then the exponent of each group."""
     clean = [_clean(x) for x in vector]
     codes, exponents, half = bytearray(planes.stride), bytearray(), 2 ** (planes.bits - 1)
@@ -84,7 +84,7 @@ def encode_block_float(planes: Planes, vector: Sequence[float]) -> bytes:
     return bytes(codes + exponents)
 
 
-def decode_block_float(planes: Planes, data: bytes) -> list[float]:
+def decode_block_float(planes: PlaneLayout, data: bytes) -> list[float]:
     """Decode a vector to float32 numbers: each mantissa times the step of its group."""
     half, exponents = 2 ** (planes.bits - 1), data[planes.stride :]
     return [
@@ -93,7 +93,7 @@ def decode_block_float(planes: Planes, data: bytes) -> list[float]:
     ]
 
 
-def _step(planes: Planes, exponent: int) -> float:
+def _step(planes: PlaneLayout, exponent: int) -> float:
     return 2.0 ** (max(exponent - planes.bits + 2, 1) - 127)
 
 
@@ -134,13 +134,13 @@ def decode_outliers(
     return vector
 
 
-def _set(codes: bytearray, start: int, planes: Planes, d: int, code: int) -> None:
+def _set(codes: bytearray, start: int, planes: PlaneLayout, d: int, code: int) -> None:
     for bit in range(planes.bits):
         byte, at = planes.place(d, bit)
         codes[start + byte] |= (code >> bit & 1) << at
 
 
-def _get(codes: bytes, start: int, planes: Planes, d: int) -> int:
+def _get(codes: bytes, start: int, planes: PlaneLayout, d: int) -> int:
     places = (planes.place(d, bit) for bit in range(planes.bits))
     return sum((codes[start + byte] >> at & 1) << bit for bit, (byte, at) in enumerate(places))
 

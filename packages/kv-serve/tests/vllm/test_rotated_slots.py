@@ -15,6 +15,7 @@ Start = Callable[..., AbstractContextManager["LLM"]]
 Greedy = Callable[["LLM", Sequence[Sequence[int]], int], list[list[int]]]
 POLICIES = (
     "hadamard+k8v4",
+    "hadamard+k4v3:levels=normal",
     "hadamard:file={},pair=true+k4v4",
     "channel-scale:file={},keys=true+k4v4:outliers=1",
 )

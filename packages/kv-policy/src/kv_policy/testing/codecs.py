@@ -4,7 +4,8 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from kv_policy.codec import BitLayout, Codec
+from kv_policy.bit_layout import BitLayout, PlaneLayout
+from kv_policy.codec import Codec
 from kv_policy.testing.laws import equal, law, works
 
 _BLOCKS = 12
@@ -123,7 +124,7 @@ def _check_error(
 
 def _check_layout(
     codec: Codec,
-    layout: BitLayout,
+    layout: BitLayout | PlaneLayout,
     kind: str,
     data: UInt8[Tensor, "n N"],
     back: Float[Tensor, "n S D"],
@@ -136,18 +137,25 @@ def _check_layout(
         f"parts {parts}; the codec has {codec.dim}, blocks of {rows} and parts {codec.parts}",
     )
     dims = torch.arange(codec.dim)
-    byte, bit = dims % layout.stride, layout.bits * (dims // layout.stride)
     packed = data[:, : parts[0]].view(len(data), rows, layout.stride)
-    codes = (packed[..., byte] >> bit) & (2**layout.bits - 1)
+    codes, start, low = torch.zeros(len(data), rows, codec.dim, dtype=torch.int32), 0, 0
+    planes = layout.each if isinstance(layout, PlaneLayout) else (layout,)
+    for plane in planes:
+        byte, bit = dims % plane.stride, plane.bits * (dims // plane.stride)
+        codes += ((packed[..., start + byte].int() >> bit) & (2**plane.bits - 1)) << low
+        start, low = start + plane.stride, low + plane.bits
+    given = layout.levels if isinstance(layout, PlaneLayout) else ()
+    levels = torch.tensor(given, dtype=torch.float32)
     meta = data[:, parts[0] :].clone().view(torch.float16).float().view(len(data), records, -1)
     meta = meta.repeat_interleave(layout.tokens, dim=1)
     group = dims // layout.group
-    product = codes.float() * meta[..., layout.scale_offset // 2 + group]
-    zero = meta[..., layout.zero_offset // 2 + group]
+    product = (levels[codes] if given else codes.float()) * meta[..., group]
+    zero = torch.zeros(()) if given else meta[..., layout.groups + group]
+    formula = "level * scale" if given else "code * scale + zero"
     slack = 2**-22 * (product.abs() + zero.abs())  # fused or not
     law(
         bool(((product + zero - back.float()).abs() <= slack).all()),
-        f"decode does not return code * scale + zero of its own layout ({kind} vectors)",
+        f"decode does not return {formula} of its own layout ({kind} vectors)",
     )
 
 
