@@ -196,7 +196,9 @@ def test_runs_that_fill_a_tile_or_not(case, near, stored, dim):
 
 
 @pytest.mark.parametrize("page", [3, 7, 9, 15, 18, 28, 33])
-@pytest.mark.parametrize("key, value", [("8", "4"), ("4", "2"), ("2", "1"), ("bfloat16", "bfloat16")])
+@pytest.mark.parametrize(
+    ("key", "value"), [("8", "4"), ("4", "2"), ("2", "1"), ("bfloat16", "bfloat16")]
+)
 @pytest.mark.parametrize("dim", [24, 64])
 @pytest.mark.parametrize("holes", [False, True])
 @pytest.mark.grid(3)
