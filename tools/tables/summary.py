@@ -97,7 +97,7 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
     "Quality": (
         *("peers", "foundation", "gate", "kv_compress_quality", "leankv_quality"),
         *("zack_quality", "rotation", "rotation_errors", "hybrid_quality", "method_figures", "kld"),
-        *("documents_joined", "ruler"),
+        *("documents_joined", "ruler", "recommend"),
     ),
     "Time and memory": (
         *("cpu_peers", "peers_times", "cpu_end_to_end", "documents", "decode_before", "gate_score"),
