@@ -1,6 +1,5 @@
 """What every test run shares: one seed for every test, and what is left out where it cannot run."""
 
-import ast
 import importlib.util
 import os
 from pathlib import Path
@@ -27,23 +26,6 @@ def pytest_configure() -> None:
 
         settings.register_profile("laws", deadline=None, derandomize=True)
         settings.load_profile("laws")
-
-
-def _check_outermost_functions() -> None:
-    """Let jaxtyping leave out functions inside others, which it would prepare in every call."""
-    from jaxtyping._import_hook import JaxtypingTransformer
-
-    check = JaxtypingTransformer.visit_FunctionDef
-
-    def visit(self: JaxtypingTransformer, node: ast.FunctionDef) -> ast.AST:
-        inside = any(isinstance(each, ast.FunctionDef) for each in self._parents)
-        return node if inside else check(self, node)
-
-    JaxtypingTransformer.visit_FunctionDef = visit
-
-
-if installed("jaxtyping"):
-    _check_outermost_functions()
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

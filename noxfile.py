@@ -63,8 +63,6 @@ UNCHECKED = ("-o", "addopts=--import-mode=importlib --strict-config --strict-mar
 # Instruction sets for sanitizers: masked vectors at row ends, and AMX tiles emulated in plain C++,
 # so that their reads are visible. The kernels of all sets share one source.
 WATCHED = "avx512,amx-emulated"
-# Tests of how numbers are rounded, whose memory others read and write alike.
-ABOUT_NUMBERS = ("pairs_of_numbers", "near_the_middle", "all_that_is_rounded")
 UNWATCHED = "avx2|vnni|bf16|amx"  # files of instruction sets that these tests never run
 # Requirements of other projects that benchmarks compare with, and the environments that each needs.
 PEERS = {path.stem: path for path in sorted(BENCHMARKS.glob("*peers/requirements/*.txt"))}
@@ -383,8 +381,7 @@ def sanitize(session: nox.Session) -> None:
     They detect out-of-bounds accesses, use after free and undefined behaviour; the first error ends
     the run. Two instruction sets are tested; `sanitize-all` tests all that run here.
     """
-    chosen = ("-m", "not slow", "-k", " and ".join(f"not {each}" for each in ABOUT_NUMBERS))
-    sanitized(session, WATCHED, *chosen, unwatched=UNWATCHED)
+    sanitized(session, WATCHED, "-m", "not slow", unwatched=UNWATCHED)
 
 
 @nox.session(name="sanitize-all")

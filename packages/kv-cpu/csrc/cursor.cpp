@@ -123,18 +123,18 @@ void Cursor::start(const Part& part, Block& block) const {
 // Adds tokens of the page with the next slot, up to a hole; false for an invalid page.
 bool Cursor::from_pages(const Part& part, Block& block) {
   const int64_t slot = at_ - before_, inside = inside_, width = part.table_width;
-  const int64_t page =
-      part.table[table_row_ * width + (part.reverse ? width - 1 - column_ : column_)];
+  auto page_at = [&](int64_t column) -> int64_t {
+    return part.table[table_row_ * width + (part.reverse ? width - 1 - column : column)];
+  };
+  const int64_t page = page_at(column_);
   if (page < 0 || page >= part.pages) {
     fault_.raise(part_, page);
     at_ = end_ = last_;
     return false;
   }
   if (inside == 0 && part.position_offset >= 0 && column_ + kPagesAhead < width) {
-    const int64_t ahead = column_ + kPagesAhead;
-    const int64_t later =
-        part.table[table_row_ * width + (part.reverse ? width - 1 - ahead : ahead)];
-    if (later >= 0 && later < part.pages) {
+    const int64_t later = page_at(column_ + kPagesAhead);
+    if (later >= 0 && later < part.pages) {  // entries past the last page may name none
       const uint8_t* positions = part.data + later * part.page_step + part.position_offset;
       for (int64_t i = 0; i < 4 * part.tokens; i += 64) __builtin_prefetch(positions + i, 0, 3);
     }

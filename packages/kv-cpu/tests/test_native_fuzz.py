@@ -59,14 +59,26 @@ FIRST = {  # of the first part, which is paged
 }
 
 
+def expect_refusal(name, changed, message, levels=()):
+    """Call with other numbers of the first part, by place, and the levels of its codes."""
+    call = valid(name)
+    numbers = call.args[PARTS[name]]
+    for place, number in changed.items():
+        numbers[place] = number
+    numbers[20:20] = bits_of(levels)
+    with pytest.raises(RuntimeError, match=f"^{message}"):
+        getattr(torch.ops.kv_cpu, name)(*call.args)
+
+
+def bits_of(levels):
+    return list(struct.unpack(f"={len(levels)}q", struct.pack(f"={len(levels)}d", *levels)))
+
+
 @pytest.mark.parametrize("name", PARTS)
 @pytest.mark.parametrize("what", FIRST)
 def test_numbers_of_a_part_are_refused_by_name(name, what):
-    call = valid(name)
     place, number, message = FIRST[what]
-    call.args[PARTS[name]][place] = number
-    with pytest.raises(RuntimeError, match=f"^{message}"):
-        getattr(torch.ops.kv_cpu, name)(*call.args)
+    expect_refusal(name, {place: number}, message)
 
 
 @pytest.mark.parametrize(("bits", "group", "message"), [
@@ -77,18 +89,10 @@ def test_numbers_of_a_part_are_refused_by_name(name, what):
 ])  # fmt: skip
 @pytest.mark.parametrize("name", PARTS)
 def test_codes_that_there_are_not_are_refused(name, bits, group, message):
-    call = valid(name)
-    numbers = call.args[PARTS[name]]
-    numbers[2], numbers[4], numbers[5] = 0, bits, group
-    with pytest.raises(RuntimeError, match=f"^{message}"):
-        getattr(torch.ops.kv_cpu, name)(*call.args)
+    expect_refusal(name, {2: 0, 4: bits, 5: group}, message)
 
 
 LEVELS_OF_2_BITS = [-2.0, -1.0, 0.5, 3.0]
-
-
-def bits_of(levels):
-    return list(struct.unpack(f"={len(levels)}q", struct.pack(f"={len(levels)}d", *levels)))
 
 
 @pytest.mark.parametrize(("bits", "group", "levels", "message"), [
@@ -104,22 +108,14 @@ def bits_of(levels):
 ])  # fmt: skip
 @pytest.mark.parametrize("name", PARTS)
 def test_levels_that_codes_cannot_have_are_refused(name, bits, group, levels, message):
-    call = valid(name)
-    numbers = call.args[PARTS[name]]
-    numbers[2], numbers[3], numbers[4], numbers[5] = LEVELS, max(numbers[3], 2), bits, group
-    numbers[20:20] = bits_of(levels)
-    with pytest.raises(RuntimeError, match=f"^{message}"):
-        getattr(torch.ops.kv_cpu, name)(*call.args)
+    dim = max(valid(name).args[PARTS[name]][3], 2)
+    expect_refusal(name, {2: LEVELS, 3: dim, 4: bits, 5: group}, message, levels)
 
 
 @pytest.mark.parametrize("name", PARTS)
 def test_tokens_do_not_share_scales_of_levels(name):
-    call = valid(name)
-    numbers = call.args[PARTS[name]]
-    numbers[2], numbers[4], numbers[5], numbers[18] = LEVELS, 2, 1024, 2
-    numbers[20:20] = bits_of(LEVELS_OF_2_BITS)
-    with pytest.raises(RuntimeError, match=r"^keys of part 0 share .* must be 1, as codes are lev"):
-        getattr(torch.ops.kv_cpu, name)(*call.args)
+    message = "keys of part 0 share .* must be 1, as codes are levels"
+    expect_refusal(name, {2: LEVELS, 4: 2, 5: 1024, 18: 2}, message, LEVELS_OF_2_BITS)
 
 
 @pytest.mark.parametrize("name", PARTS)

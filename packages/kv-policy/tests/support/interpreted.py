@@ -10,7 +10,6 @@ import importlib.util
 import inspect
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -56,6 +55,3 @@ def map_once() -> None:
 
     interpreter._LangPatchScope = Scope
     interpreter._patch_lang, interpreter._patch_builtin = once, map_builtins
-    # An overflow is a number that differs from the expected one; its own check takes a quarter.
-    builder = interpreter.interpreter_builder
-    builder.options = replace(builder.options, sanitize_overflow=False)

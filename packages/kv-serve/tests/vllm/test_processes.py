@@ -126,7 +126,6 @@ def test_a_policy_reaches_the_processes_that_vllm_starts(smollm2: str, tmp_path:
     assert [len(tokens) for tokens, _ in found["answers"]] == [2, 2]
 
 
-@pytest.mark.slow  # test_refusals.py has what an engine says; that it ends its server is vLLM's
 def test_a_server_ends_with_the_reason_of_a_refusal(tiny: Callable[..., str]) -> None:
     # vLLM's own command needs a distribution named vllm, but the CPU builds have another name; this
     # is what it runs.
