@@ -177,6 +177,16 @@ def methods(result: Row, said: Said) -> Iterator[str]:
         )
 
 
+def levels(result: Row, said: Said) -> Iterator[str]:
+    """Yield what each format holds and its three cells."""
+    cells = result["rows"]
+    of_name = {cell["name"]: [c for c in cells if c["name"] == cell["name"]] for cell in cells}
+    yield table(
+        ("format", "bytes", *(title for *_, title in LATER)),
+        (gate_line(mine[0]["policy"], LATER, mine) for mine in of_name.values()),
+    )
+
+
 def recommend(result: Row, said: Said) -> Iterator[str]:
     """Yield the figures, and for each budget where the search ends and what is best."""
     yield markdown.figures(result, said)
@@ -227,6 +237,7 @@ def rotation(result: Row, said: Said) -> Iterator[str]:
 
 WRITERS: Final = {
     "methods": methods,
+    "levels": levels,
     "recommend": recommend,
     "ruler": ruler,
     "rotation": rotation,

@@ -17,6 +17,13 @@ FULL: Final = ("full_attention", "attention")
 INDEXED: Final = "indexed_attention"  # to the tokens that an indexer selects for each query
 BOTH: Final = "hybrid"  # full attention beside a state of fixed size, in one layer
 DUMMY: Final = "dummy"  # no cache
+# What the caches of some types take; transformers before 5.19 has one set of arguments for all.
+WINDOWED: Final = ("sliding_attention", "hybrid_sliding", "chunked_attention")
+TAKEN: Final[Mapping[str, Sequence[str]]] = {
+    "sliding_window": WINDOWED,
+    "number_of_states": ("conv", "linear_attention", BOTH, "hybrid_sliding"),
+    "config": ("heavily_compressed_attention", "compressed_sparse_attention"),
+}
 READS: Final = (
     "reuse",
     "reuse_but_indexer",
@@ -105,6 +112,8 @@ def _kinds(config: "PreTrainedConfig") -> tuple[Sequence[str], Sequence[dict[str
     from transformers.cache_utils import get_layer_types_and_kwargs
 
     kinds, options = get_layer_types_and_kwargs(config)
+    if isinstance(options, Mapping):
+        options = [{k: x for k, x in options.items() if kind in TAKEN[k]} for kind in kinds]
     missing = len(config.per_layer_config) - len(kinds)  # older transformers: those that share
     return [*kinds, *[DUMMY] * missing], [*options, *({} for _ in range(missing))]
 
