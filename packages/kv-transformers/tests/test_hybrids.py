@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen3NextConfig,
+    cache_utils,
 )
 
 from answers import answered, expect_near, expect_same, own, prompts
@@ -158,6 +159,17 @@ def test_the_policy_stores_layers_of_full_attention_alone(name) -> None:
     assert len(cache) == model.config.num_hidden_layers
     kinds = [each.kind for each in layer_caches(model.config)]
     assert len(set(kinds)) > 1 or kinds[0] == "hybrid"
+
+
+@hybrids
+def test_arguments_that_are_one_set_for_all_layers(name, monkeypatch) -> None:
+    """As transformers before 5.19 gives them: a layer has those alone that its type takes."""
+    config = made(name).config
+    wanted = layer_caches(config)
+    kinds, options = cache_utils.get_layer_types_and_kwargs(config)
+    one = {key: value for each in options for key, value in each.items()}
+    monkeypatch.setattr(cache_utils, "get_layer_types_and_kwargs", lambda _: (kinds, one))
+    assert layer_caches(config) == wanted
 
 
 @hybrids

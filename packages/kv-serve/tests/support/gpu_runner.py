@@ -178,6 +178,16 @@ def told(asked: dict[str, Any], v2: bool) -> dict[str, object]:
     return found
 
 
+def name_vllm() -> None:
+    """Give vLLM its own version: before 0.32 the build for CPUs looks for another's, and stops."""
+    from importlib import metadata
+
+    from kv_serve.vllm.versions import installed
+
+    own = metadata.version
+    metadata.version = lambda name: f"{installed()}+cpu" if name == "vllm" else own(name)
+
+
 def main() -> None:
     """Start the engines one after the other."""
     asked = json.loads(sys.argv[1])
@@ -189,6 +199,7 @@ def main() -> None:
     if asked["v2"]:
         import triton.backends
 
+        name_vllm()
         triton.backends.backends["cpu"] = SimpleNamespace(driver=_Driver, compiler=None)
     found: dict[str, dict[str, object]] = {}
     for name, given in asked["engines"].items():
