@@ -11,9 +11,11 @@ and the tokens that a GiB of the host's memory holds. Rows of kind `reading` are
 compressed while they are read, with the most blocks of vLLM that the request has at a time; their
 positions go further than SmolLM2 was trained for, which changes no count. Rows of kind `version`
 and `upstream` are read from the reports of `nox -s vllm -- all` and `nox -s upstream -- VERSION`,
-which run before; without them their figures are left out.
+which run before; without them their figures are left out. `--reports` reads them again into the
+result that is there, and measures nothing.
 """
 
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
@@ -24,11 +26,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from unittest.mock import patch
 
+from _result import RESULTS
 from _vllm_engine import Ask
 from _vllm_load import Load, raw_token_bytes, text_ids
 from _vllm_process import Row, Rows, apart
 from _vllm_ways import BF16, arguments, figure, options
 
+from kv_policy.files import write_whole
 from kv_transformers.models import model_folder
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # only this folder is on the path
@@ -51,7 +55,8 @@ READING: Final = (
     "gate:file=smollm2-135m,budget={},recent=64,chunks=true+k8v4",
 )
 OFFLOADED: Final = "k8v4"  # whose tokens per GiB are a figure
-KINDS: Final = ("reading", "drafts", "offload", "version", "upstream")
+READ: Final = ("version", "upstream")
+KINDS: Final = ("reading", "drafts", "offload", *READ)
 GIB: Final = 1 << 30
 DRAFTS: Final = 4
 NGRAM: Final = {
@@ -298,10 +303,22 @@ def figures(rows: "Sequence[Mapping[str, Any]]") -> dict[str, float]:
     return found
 
 
+def renew(path: Path) -> None:
+    """Replace the rows of versions of a result, and its figures, by what reports say now."""
+    result = json.loads(path.read_text())
+    result["rows"] = [row for row in result["rows"] if row["kind"] not in READ] + versions()
+    result["summary"] = figures(result["rows"])
+    write_whole(path, f"{json.dumps(result, indent=2, allow_nan=False)}\n".encode())
+
+
 def main() -> None:
     """Run everything and write the result."""
     parser = arguments(__doc__, POLICIES)
+    parser.add_argument("--reports", action="store_true", help="read the reports of versions alone")
     given = parser.parse_args()
+    if given.reports:
+        renew(RESULTS / "engine.json")
+        return
     rows = measure(given.policies, quick=given.quick, minutes=given.minutes)
     rows.rows += versions()
     rows.finish(figures(rows.rows))

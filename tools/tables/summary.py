@@ -93,6 +93,7 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
         *("vllm_capacity", "vllm_throughput", "vllm_throughput_amx", "vllm_gate"),
         *("vllm_documents", "vllm_quality", "vllm_loaded", "vllm_nll", "vllm_trace"),
         *("vllm_prefill", "vllm_steps", "vllm_parts", "vllm_models", "vllm_soak"),
+        "engine",
     ),
     "Quality": (
         *("peers", "foundation", "gate", "kv_compress_quality", "leankv_quality"),
