@@ -1,7 +1,7 @@
 """A decode step on an engine's own tensors, whose rows are tokens: one call for a whole layer."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from jaxtyping import Float, Int, UInt8
@@ -43,6 +43,10 @@ class RowMaps:
         value: of values.
         output: of the attention over mapped values.
         shift: subtracted from keys before they are mapped, in their dtype; None: nothing is.
+        tensors: those that there are, in the order above.
+        kinds: the place of each in that order.
+        width: most dimensions of a vector before or after a matrix.
+        consecutive: whether the numbers of each tensor's rows are, or of each matrix's columns.
     """
 
     key: Float[Tensor, "*H D R"] | None = None
@@ -50,21 +54,29 @@ class RowMaps:
     value: Float[Tensor, "*Hv Dv Rv"] | None = None
     output: Float[Tensor, "*Ho Rv Dv"] | None = None
     shift: Float[Tensor, "Hs D"] | None = None
+    # Found once, as each step of a layer reads them.
+    tensors: tuple[Tensor, ...] = field(init=False, repr=False)
+    kinds: tuple[int, ...] = field(init=False, repr=False)
+    width: int = field(init=False, repr=False)
+    consecutive: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Check what the shift is subtracted from.
+        """Check what the shift is subtracted from, and describe the tensors.
 
         Raises:
             ValueError: there is a shift, and no matrix of keys.
         """
         if self.shift is not None and self.key is None:
             raise ValueError("keys have a shift and no matrix; give both, or no shift")
-
-    @property
-    def matrices(self) -> tuple[Tensor, ...]:
-        """The matrices that there are."""
-        every = self.key, self.query, self.value, self.output
-        return tuple(x for x in every if x is not None)
+        every = self.key, self.query, self.value, self.output, self.shift
+        found = {kind: x for kind, x in enumerate(every) if x is not None}
+        matrices = [x for x in every[:4] if x is not None]
+        by_lines = all(1 in x.stride()[-2:] for x in matrices)
+        object.__setattr__(self, "tensors", tuple(found.values()))
+        object.__setattr__(self, "kinds", tuple(found))
+        object.__setattr__(self, "width", max((max(x.shape[-2:]) for x in matrices), default=0))
+        shifts = self.shift is None or self.shift.stride(1) == 1
+        object.__setattr__(self, "consecutive", by_lines and shifts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,8 @@ def decode_rows(inputs: RowInputs) -> Attended | None:
         store,
         tier,
         [] if inputs.copies is None else [x.squeeze(2) for x in inputs.copies],
-        *_maps(inputs.maps),
+        [] if inputs.maps is None else inputs.maps.tensors,
+        [] if inputs.maps is None else inputs.maps.kinds,
         chosen(),
     )
     rows = inputs.output[inputs.first : inputs.first + inputs.position.shape[0]]
@@ -112,7 +113,7 @@ def declined(inputs: RowInputs) -> str | None:
             return "scores are updated with one sum of attention mass"
         if not all(pages.layout.scores for pages in inputs.pages):
             return "pages without scores"
-    given = () if inputs.maps is None else inputs.maps.matrices
+    given = () if inputs.maps is None else inputs.maps.tensors
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, key, value, *given)):
         return "gradients are required"
     return None if inputs.maps is None else _unmapped(inputs.maps)
@@ -120,28 +121,16 @@ def declined(inputs: RowInputs) -> str | None:
 
 def _unmapped(maps: RowMaps) -> str | None:
     """Return why native code does not compute products with these matrices; None if it does."""
-    for x in maps.matrices:
+    for x in maps.tensors:
         if x.dtype not in NUMBERS:
             return "maps in float64"
         if not x.is_cpu:
             return f"maps on {x.device.type}"
-        if max(x.shape[-2:]) > MOST_DIM:
-            return f"maps of more than {MOST_DIM} dimensions"
-        if x.stride(-1) != 1 and x.stride(-2) != 1:
-            return "maps with consecutive numbers neither in rows nor in columns"
-    shift = maps.shift
-    if shift is not None and (shift.dtype not in NUMBERS or shift.stride(1) != 1):
-        return "a shift in float64, or one whose numbers are not consecutive"
+    if maps.width > MOST_DIM:
+        return f"maps of more than {MOST_DIM} dimensions"
+    if not maps.consecutive:
+        return "maps with consecutive numbers neither in rows nor in columns"
     return None
-
-
-def _maps(maps: RowMaps | None) -> tuple[list[Tensor], list[int]]:
-    """Return the tensors that there are, and which ones these are."""
-    if maps is None:
-        return [], []
-    every = maps.key, maps.query, maps.value, maps.output, maps.shift
-    found = [(x, kind) for kind, x in enumerate(every) if x is not None]
-    return [x for x, _ in found], [kind for _, kind in found]
 
 
 @lru_cache(maxsize=64)
