@@ -166,6 +166,37 @@ def test_codes_of_3_bits_and_of_levels_are_native(codes: str, more: str) -> None
         torch.testing.assert_close(x, wanted_tensors[key], rtol=error, atol=error, equal_nan=True)
 
 
+@pytest.mark.parametrize("folded", [("keys",), ("values",), ("keys", "values")], ids=str)
+def test_vectors_of_a_folded_model_are_decoded_in_rows(folded, monkeypatch) -> None:
+    """They are coordinates already, as is the output if values are."""
+    need("cpu")
+    caches = [
+        PolicyCache(
+            compose(Turned("4", "3"), parse("raw")), SHAPE, backend=name, folded=frozenset(folded)
+        )
+        for name in ("cpu", "torch")
+    ]
+    done: list[bool] = []
+    in_rows = caches[0].attend_rows
+    monkeypatch.setattr(
+        caches[0], "attend_rows", lambda *given: done.append(in_rows(*given)) or done[-1]
+    )
+    key_dim = 4 if "keys" in folded else SHAPE.key_dim
+    value_dim = 3 if "values" in folded else SHAPE.value_dim
+    g = torch.Generator().manual_seed(6)
+    for tokens in (7, 1, 1):
+        for cache in caches:
+            cache.begin(torch.ones(2, tokens, dtype=torch.bool))
+        for layer in range(SHAPE.layers):
+            lead = 2, SHAPE.kv_heads
+            query = torch.randn(*lead, SHAPE.group, tokens, key_dim, generator=g)
+            key = torch.randn(*lead, tokens, key_dim, generator=g)
+            value = torch.randn(*lead, tokens, value_dim, generator=g)
+            found, wanted = (cache.attend(layer, query, key, value, 0.5) for cache in caches)
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    assert done == [True] * 2 * SHAPE.layers
+
+
 def tensors(cache: PolicyCache) -> list[Tensor]:
     return [x for _, x in sorted(cache.state().tensors.items())]
 
