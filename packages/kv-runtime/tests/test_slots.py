@@ -97,9 +97,7 @@ def test_under_a_basis_a_decode_step_is_one_call(kind: str) -> None:
             torch.testing.assert_close(out, wanted[request][0], rtol=1e-4, atol=1e-4)
     assert len(taken) == 2  # of the steps that decode alone
     assert None not in taken
-    stored_tokens = [
-        engine.cache[1:].contiguous().view(torch.float32) for engine in (ours, other)
-    ]
+    stored_tokens = [engine.cache[1:].contiguous().view(torch.float32) for engine in (ours, other)]
     torch.testing.assert_close(*stored_tokens, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
@@ -108,7 +106,8 @@ def test_heads_that_are_stored_together_have_no_maps_of_rows() -> None:
     together = HeadBasis(torch.randn(HEADS, DIM, DIM), rank, together=2)
     with pytest.raises(ValueError, match="2 KV heads are stored together; rows are mapped for"):
         row_maps(LayerBasis(together, together))
-    assert SlotLayer(form("k8v8"), SCALE, "torch", basis=LayerBasis(together, together)).maps is None
+    layer = SlotLayer(form("k8v8"), SCALE, "torch", basis=LayerBasis(together, together))
+    assert layer.maps is None
 
 
 @pytest.mark.parametrize(
