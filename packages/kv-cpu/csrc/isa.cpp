@@ -106,6 +106,16 @@ const Kernels* kernels(const char* name) {
   return nullptr;
 }
 
+const Kernels& in_float32(const Kernels& chosen) {
+#ifdef KV_X86
+  for (const Kernels* each : {&vnni_kernels, &amx_kernels, &amx_emulated_kernels})
+    if (&chosen == each) return avx512_kernels;
+#elif defined(KV_ARM)
+  if (&chosen == &dotprod_kernels) return neon_kernels;
+#endif
+  return chosen;
+}
+
 int level_of(const std::string& isa) {
   if (isa == "plain") return 0;
 #ifdef KV_X86

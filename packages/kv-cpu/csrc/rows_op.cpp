@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "boundary.h"
+#include "maps.h"
 #include "pages.h"
 
 namespace kv {
@@ -123,7 +124,7 @@ void copy_tokens(const View& from, int64_t first, const View& to) {
 // and that of positions (-1: they are given).
 void read_renewal(Job& job, const std::vector<int64_t>& numbers,
                   const std::vector<Tensor>& tensors,
-                  std::initializer_list<std::pair<Label, const View*>> read) {
+                  const std::vector<std::pair<Label, const View*>>& read) {
   if (numbers.empty()) return;
   if (numbers.size() != 2 + 2 * job.parts.size())
     refuse("running is ", numbers.size(), " numbers for ", job.parts.size(),
@@ -214,41 +215,90 @@ Kinds kind_of(ScalarType type) {
   return type == ScalarType::Half ? kFloat16 : kBFloat16;
 }
 
+// Writes the attention of a job, [B * Q, Dv] in float32, to rows of the output, mapped if there is a
+// map.
+void write_output(const Job& job, const Map& map, const View& result, int64_t first,
+                  const Coder& coder) {
+  const int64_t heads = job.heads * job.group, width = job.value_dim;
+  const TokenRows to{result, first};
+  const auto* from = reinterpret_cast<const uint8_t*>(job.out);
+  if (map) {
+    const View nothing;
+    const Product back{map,
+                       nothing,
+                       from,
+                       {4 * heads * width, 4 * width},
+                       Number::kFloat32,
+                       const_cast<uint8_t*>(to.at(0, 0)),
+                       {result.step(0), result.step(1)},
+                       number_of(result.type),
+                       job.sequences,
+                       heads};
+    return multiply({back}, in_float32(*job.kernels), coder);
+  }
+  const Format format = plain(result.type, width);
+  for (int64_t i = 0; i < job.sequences * heads; ++i) {
+    const uint8_t* row = from + 4 * i * width;
+    coder.encode(format, Number::kFloat32, &row, 1,
+                 const_cast<uint8_t*>(to.at(i / heads, i % heads)), nullptr);
+  }
+}
+
 // The attention of rows first .. first + B - 1 of q [m, Q, D], whose positions are [B, 1], over parts
 // in pages and the new tokens key [m, H, D] and value [m, H, Dv] of these rows; it is written to the
-// same rows of out [m, Q, Dv]. New tokens are stored first, if `store` has their places: page data
-// [P, bytes], pages and slots [n * H] of the first n tokens. `copies`, if any, are set to the keys
-// [B, H, D] and values [B, H, Dv] of the rows. Returns per part, that of new tokens last, the sums
-// [terms, B, H, width] and counts [watches, B, H, width], if anything is observed. With `running`
-// (see read_renewal) scores of stored tokens are updated with the only term, and only the last part
-// has sums and counts. If a page is missing, nothing is written.
+// same rows of out [m, Q, Dv]. `maps` are matrices that keys, queries, values and outputs are
+// multiplied with, and the shift of keys, as `mapped` names them (see `maps_of`): what is stored,
+// copied and attended to is mapped. New tokens are stored first, if `store` has their places: page
+// data [P, bytes], pages and slots [n * H] of the first n tokens. `copies`, if any, are set to the
+// keys [B, H, D] and values [B, H, Dv] of the rows. Returns per part, that of new tokens last, the
+// sums [terms, B, H, width] and counts [watches, B, H, width], if anything is observed. With
+// `running` (see read_renewal) scores of stored tokens are updated with the only term, and only the
+// last part has sums and counts. If a page is missing, nothing is written.
 std::vector<Tensor> decode_rows(Tensor q, Tensor key, Tensor value, Tensor position, Tensor out,
                                 int64_t first, std::vector<Tensor> tensors,
                                 std::vector<int64_t> parts, std::vector<int64_t> watches,
                                 std::vector<double> above, std::vector<int64_t> running,
                                 double scale, double softcap,
                                 std::vector<Tensor> sinks, std::vector<Tensor> store,
-                                std::vector<int64_t> tier, std::vector<Tensor> copies, Name isa) {
+                                std::vector<int64_t> tier, std::vector<Tensor> copies,
+                                std::vector<Tensor> maps, std::vector<int64_t> mapped, Name isa) {
   const Coder& coder = coder_of(isa);
   Job job;
   job.kernels = kernels_of(isa);
-  const View x = view(q, {"q"}, kFloats, {kAny, kAny, kAny}, Lay::kRows);
-  const View keys = view(key, {"key"}, kFloats, {kAny, kAny, x.size(2)}, Lay::kRows);
-  const View values = view(value, {"value"}, kFloats, {kAny, keys.size(1), kAny}, Lay::kRows);
+  const View given_x = view(q, {"q"}, kFloats, {kAny, kAny, kAny}, Lay::kRows);
+  const View given_keys = view(key, {"key"}, kFloats, {kAny, kAny, kAny}, Lay::kRows);
+  const View given_values =
+      view(value, {"value"}, kFloats, {kAny, given_keys.size(1), kAny}, Lay::kRows);
   const View result =
-      view(out, {"out"}, kFloats, {kAny, x.size(1), values.size(2)}, Lay::kRows, Use::kWrites);
+      view(out, {"out"}, kFloats, {kAny, given_x.size(1), kAny}, Lay::kRows, Use::kWrites);
   check_rows_apart(result);
   const View place = view(position, {"position"}, kInt64, {kAny, 1}, Lay::kContiguous);
-  job.sequences = place.size(0), job.heads = keys.size(1);
-  const int64_t rows = std::min({x.size(0), keys.size(0), values.size(0), result.size(0)});
+  job.sequences = place.size(0), job.heads = given_keys.size(1);
+  const int64_t rows =
+      std::min({given_x.size(0), given_keys.size(0), given_values.size(0), result.size(0)});
   within({"the first row"}, first, 0, rows);
   if (job.sequences > rows - first)
     refuse("rows ", first, " to ", first + job.sequences - 1, " decode; there are ", rows);
-  if (job.heads < 1 || x.size(1) % job.heads)
-    refuse("q has ", x.size(1), " heads; they must be a multiple of the ", job.heads, " KV heads");
-  job.group = within({"queries of a KV head"}, x.size(1) / job.heads, 1, kMostGroup);
+  if (job.heads < 1 || given_x.size(1) % job.heads)
+    refuse("q has ", given_x.size(1), " heads; they must be a multiple of the ", job.heads,
+           " KV heads");
+  job.group = within({"queries of a KV head"}, given_x.size(1) / job.heads, 1, kMostGroup);
+  const Maps bases = maps_of(maps, mapped, job.heads);
+  const Mapped mapped_x(given_x, bases.query, {"q"}), mapped_keys(given_keys, bases.key, {"keys"});
+  const Mapped mapped_values(given_values, bases.value, {"values"});
+  const View &x = mapped_x.view(), &keys = mapped_keys.view(), &values = mapped_values.view();
   job.key_dim = within({"dimensions of q"}, x.size(2), 1, kMostDim);
   job.value_dim = within({"dimensions of values"}, values.size(2), 1, kMostDim);
+  if (keys.size(2) != job.key_dim)
+    refuse("key has ", keys.size(2), " dimensions and q ", job.key_dim,
+           ", after their maps; they must be equal");
+  const Map& back = bases.output;
+  if (back && back.from != job.value_dim)
+    refuse("the map of outputs takes ", back.from, " dimensions, and values have ", job.value_dim,
+           "; they must be equal");
+  if (const int64_t width = back ? back.to : job.value_dim; result.size(2) != width)
+    refuse("out has ", result.size(2), " dimensions and the attention ", width,
+           "; they must be equal");
   job.query_width = padded(int(job.key_dim) + 7), job.value_width = padded(int(job.value_dim));
   job.scale = float(scale);
   job.query_number = number_of(x.type);
@@ -261,18 +311,20 @@ std::vector<Tensor> decode_rows(Tensor q, Tensor key, Tensor value, Tensor posit
   for (Watch& watch : job.watches)  // for one query, the maximum of sums is the sum of maxima
     if (watch.group == Group::kMaxOfSums) watch.group = Group::kMax;
   read_parts(job, tensors, parts);
-  const std::pair<Label, const View*> read[] = {
-      {{"q"}, &x}, {{"key"}, &keys}, {{"value"}, &values}, {{"position"}, &place}};
-  read_renewal(job, running, tensors, {read[0], read[1], read[2], read[3], {{"out"}, &result}});
-  job.parts.push_back(fresh_part(keys, values, first, job.position));
+  std::vector<std::pair<Label, const View*>> read{
+      {{"q"}, &given_x}, {{"key"}, &given_keys}, {{"value"}, &given_values}, {{"position"}, &place}};
+  bases.each([&](Label label, const View& given) { read.emplace_back(label, &given); });
   for (const auto& [label, other] : read) check_apart(result, {"out"}, *other, label);
+  read.emplace_back(Label{"out"}, &result);
+  read_renewal(job, running, tensors, read);
+  job.parts.push_back(fresh_part(keys, values, first, job.position));
   Places places;
   if (!store.empty()) {
     if (store.size() != 3)
       refuse("store has ", store.size(), " tensors; give page data, pages and slots, or none");
     places = places_of(store[0], store[1], store[2], tier, keys, values);
-    check_apart(places.tier.pages_view, {"page data"}, x, {"q"});
-    check_apart(places.tier.pages_view, {"page data"}, result, {"out"});
+    for (const auto& [label, other] : read)
+      check_apart(places.tier.pages_view, {"page data"}, *other, label);
   }
   View copied[2];
   if (!copies.empty() && copies.size() != 2)
@@ -284,7 +336,6 @@ std::vector<Tensor> decode_rows(Tensor q, Tensor key, Tensor value, Tensor posit
                      {job.sequences, job.heads, from.size(2)}, Lay::kContiguous, Use::kWrites);
     for (const auto& [other_label, other] : read)
       check_apart(copied[i], label, *other, other_label);
-    check_apart(copied[i], label, result, {"out"});
     if (i) check_apart(copied[i], label, copied[0], {"copies of keys"});
   }
   std::vector<Tensor> sums;
@@ -293,6 +344,18 @@ std::vector<Tensor> decode_rows(Tensor q, Tensor key, Tensor value, Tensor posit
   const auto room = std::make_unique_for_overwrite<float[]>(heads * (width + 1));
   job.out = room.get(), job.lse = room.get() + heads * width;
   if (!store.empty() || job.renews) check_tables(job);
+  if (!maps.empty()) {
+    const int64_t last = first + job.sequences, stored = places.count / job.heads;
+    const int64_t begin = store.empty() ? first : 0, end = std::max(last, stored);
+    const View nothing;
+    std::vector<Product> products;
+    if (bases.query) products.push_back(product_of(bases.query, nothing, given_x, x, first, last));
+    if (bases.key)
+      products.push_back(product_of(bases.key, bases.shift, given_keys, keys, begin, end));
+    if (bases.value)
+      products.push_back(product_of(bases.value, nothing, given_values, values, begin, end));
+    multiply(products, in_float32(*job.kernels), coder);
+  }
   if (!store.empty()) {
     // Before the attention: rows of one request see each other's tokens as they are stored.
     store_tokens(places, coder, keys, values);
@@ -300,13 +363,7 @@ std::vector<Tensor> decode_rows(Tensor q, Tensor key, Tensor value, Tensor posit
   Fault fault;
   run(job, int(torch::stable::get_num_threads()), parallel, fault);
   check(job, fault);
-  const Format format = plain(result.type, width);
-  const TokenRows to{result, first};
-  for (int64_t i = 0; i < heads; ++i) {
-    const auto* from = reinterpret_cast<const uint8_t*>(job.out + i * width);
-    coder.encode(format, Number::kFloat32, &from, 1,
-                 const_cast<uint8_t*>(to.at(i / x.size(1), i % x.size(1))), nullptr);
-  }
+  write_output(job, back, result, first, coder);
   for (size_t i = 0; i < copies.size(); ++i) copy_tokens(i ? values : keys, first, copied[i]);
   return sums;
 }
@@ -319,7 +376,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(kv_cpu, m) {
       "decode_rows(Tensor q, Tensor key, Tensor value, Tensor position, Tensor(a!) out, int first, "
       "Tensor[] tensors, int[] parts, int[] watches, float[] above, int[] running, float scale, "
       "float softcap, Tensor[] sinks, Tensor(b!)[] store, int[] tier, Tensor(c!)[] copies, "
-      "str isa) -> Tensor[]");
+      "Tensor[] maps, int[] mapped, str isa) -> Tensor[]");
   m.def(
       "page_place(Tensor(a!) data, int[] tier, Tensor page, Tensor slot, Tensor key, Tensor value, "
       "str isa) -> ()");

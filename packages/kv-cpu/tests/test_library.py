@@ -106,6 +106,7 @@ def test_the_interface_is_counted_on_where_operators_change():
         7: "5e0d889a7acf307c",
         8: "1110610d64f172e0",
         9: "1110610d64f172e0",
+        10: "36d41049b189396d",
     }
     assert hashlib.sha256(schemas.encode()).hexdigest()[:16] == known[INTERFACE]
 

@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kv_attention import Attended, RowInputs
 from kv_policy import CacheShape, HeadBasis, LayerBasis, parse, tier_formats
+from kv_runtime.bases import row_maps
 from kv_runtime.output_rows import write_rows
 from kv_runtime.slots import ALIGNED, LOSS, Blocks, SlotLayer, fit_block
 from native import need
@@ -74,6 +77,37 @@ def test_under_a_basis_tokens_are_stored_and_seen_as_coordinates(
     for new in ({0: 9}, {0: 1, 1: 4}, {0: 1, 1: 1}, {1: 1, 0: 5}):
         for out, expected in engine.step(new, padding=1).values():
             torch.testing.assert_close(out.double(), expected, rtol=near, atol=near)
+
+
+@pytest.mark.parametrize("kind", ["rotations", "one matrix", "shifted pair"])
+def test_under_a_basis_a_decode_step_is_one_call(kind: str) -> None:
+    need("cpu")
+    ours, other = (Engine(form("fp32"), [17, 6], "cpu", basis=maps(kind)) for _ in range(2))
+    decode, taken = ours.blocks.decode, []
+    assert decode is not None
+
+    def counted(inputs: RowInputs) -> Attended | None:
+        taken.append(decode(inputs))
+        return taken[-1]
+
+    ours.blocks, other.blocks = (replace(ours.blocks, decode=x) for x in (counted, None))
+    for new in ({0: 9, 1: 2}, {0: 1, 1: 1}, {1: 1}):
+        found, wanted = (engine.step(new, padding=1) for engine in (ours, other))
+        for request, (out, _) in found.items():
+            torch.testing.assert_close(out, wanted[request][0], rtol=1e-4, atol=1e-4)
+    assert len(taken) == 2  # of the steps that decode alone
+    assert None not in taken
+    stored_tokens = [engine.cache[1:].contiguous().view(torch.float32) for engine in (ours, other)]
+    torch.testing.assert_close(*stored_tokens, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+def test_heads_that_are_stored_together_have_no_maps_of_rows() -> None:
+    rank = (DIM,) * (HEADS // 2)
+    together = HeadBasis(torch.randn(HEADS, DIM, DIM), rank, together=2)
+    with pytest.raises(ValueError, match="2 KV heads are stored together; rows are mapped for"):
+        row_maps(LayerBasis(together, together))
+    layer = SlotLayer(form("k8v8"), SCALE, "torch", basis=LayerBasis(together, together))
+    assert layer.maps is None
 
 
 @pytest.mark.parametrize(

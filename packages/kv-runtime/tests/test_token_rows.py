@@ -10,7 +10,7 @@ from kv_policy import KVPolicy, compose, parse
 from kv_runtime.cache import PolicyCache
 from kv_runtime.token_rows import TokenRows
 from native import need
-from tiered_policies import POLICIES, SHAPE, Cut, Exact, Turned
+from tiered_policies import POLICIES, SHAPE, Cut, Exact, Swapped, Turned
 
 QUERIES = SHAPE.kv_heads * SHAPE.group
 WITHOUT_SELECTOR = {
@@ -80,6 +80,8 @@ IN_ROWS = (
     Turned("6", "5", paired=True, shifted=True),
     Cut("4", "3"),
     Cut("6", "5"),
+    Swapped("4", "3"),
+    Swapped("6", "5", shifted=True),
 )
 
 
@@ -101,6 +103,50 @@ def test_coordinates_are_decoded_in_rows_as_otherwise(basis, more: str, monkeypa
     for here, there in zip(found, wanted, strict=True):
         torch.testing.assert_close(here, there, rtol=1e-4, atol=1e-5)
     assert done == [True] * 6 * SHAPE.layers
+    pairs = zip(*map(tensors, (ours, other)), strict=True)
+    if isinstance(basis, Swapped):
+        assert all(torch.equal(a, b) for a, b in pairs)
+        return
+    for mine, theirs in pairs:  # sums of products are rounded, in another order
+        stored = mine.dtype == torch.uint8
+        a, b = (x.view(torch.float32) if stored else x for x in (mine, theirs))
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("basis", [None, *IN_ROWS], ids=repr)
+def test_queries_by_head_are_decoded_as_those_in_rows(basis, monkeypatch) -> None:
+    need("cpu")
+    policy = parse("raw") if basis is None else compose(basis, parse("raw"))
+    ours, other = (PolicyCache(policy, SHAPE, backend="cpu") for _ in range(2))
+    done: list[bool] = []
+    in_rows = ours.attend_rows
+    monkeypatch.setattr(
+        ours, "attend_rows", lambda *given: done.append(in_rows(*given)) or done[-1]
+    )
+    g = torch.Generator().manual_seed(5)
+    for tokens in (7, 1, 1, 1):
+        valid = torch.ones(2, tokens, dtype=torch.bool)
+        valid[1, 0] = tokens > 1 or len(done) < SHAPE.layers  # padding in the last steps
+        ours.begin(valid)
+        other.begin(valid)
+        for layer in range(SHAPE.layers):
+            lead = 2, SHAPE.kv_heads
+            query = torch.randn(*lead, SHAPE.group, tokens, SHAPE.key_dim, generator=g)
+            key, value = (
+                torch.randn(*lead, tokens, dim, generator=g)
+                for dim in (SHAPE.key_dim, SHAPE.value_dim)
+            )
+            found = ours.attend(layer, query, key, value, 0.5)
+            by_token = [x[:, :, 0] for x in (key, value)]
+            rows = torch.full((2, QUERIES, SHAPE.value_dim), torch.nan)
+            given = query[:, :, :, 0].flatten(1, 2), *by_token, 0.5, rows, 0
+            if tokens > 1:
+                assert not other.attend_rows(layer, *given)
+                other.attend(layer, query, key, value, 0.5)
+                continue
+            assert other.attend_rows(layer, *given)
+            assert torch.equal(found[:, :, :, 0].flatten(1, 2), rows)
+    assert done == [True] * 3 * SHAPE.layers
     assert all(torch.equal(a, b) for a, b in zip(*map(tensors, (ours, other)), strict=True))
 
 
@@ -118,6 +164,37 @@ def test_codes_of_3_bits_and_of_levels_are_native(codes: str, more: str) -> None
     for key, x in ours.state().tensors.items():
         error = 1e-3 if "score" in key else 0.0  # sums of attention are rounded, bytes are not
         torch.testing.assert_close(x, wanted_tensors[key], rtol=error, atol=error, equal_nan=True)
+
+
+@pytest.mark.parametrize("folded", [("keys",), ("values",), ("keys", "values")], ids=str)
+def test_vectors_of_a_folded_model_are_decoded_in_rows(folded, monkeypatch) -> None:
+    """They are coordinates already, as is the output if values are."""
+    need("cpu")
+    caches = [
+        PolicyCache(
+            compose(Turned("4", "3"), parse("raw")), SHAPE, backend=name, folded=frozenset(folded)
+        )
+        for name in ("cpu", "torch")
+    ]
+    done: list[bool] = []
+    in_rows = caches[0].attend_rows
+    monkeypatch.setattr(
+        caches[0], "attend_rows", lambda *given: done.append(in_rows(*given)) or done[-1]
+    )
+    key_dim = 4 if "keys" in folded else SHAPE.key_dim
+    value_dim = 3 if "values" in folded else SHAPE.value_dim
+    g = torch.Generator().manual_seed(6)
+    for tokens in (7, 1, 1):
+        for cache in caches:
+            cache.begin(torch.ones(2, tokens, dtype=torch.bool))
+        for layer in range(SHAPE.layers):
+            lead = 2, SHAPE.kv_heads
+            query = torch.randn(*lead, SHAPE.group, tokens, key_dim, generator=g)
+            key = torch.randn(*lead, tokens, key_dim, generator=g)
+            value = torch.randn(*lead, tokens, value_dim, generator=g)
+            found, wanted = (cache.attend(layer, query, key, value, 0.5) for cache in caches)
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    assert done == [True] * 2 * SHAPE.layers
 
 
 def tensors(cache: PolicyCache) -> list[Tensor]:

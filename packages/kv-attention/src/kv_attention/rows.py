@@ -1,7 +1,7 @@
 """A decode step on an engine's own tensors, whose rows are tokens: one call for a whole layer."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from jaxtyping import Float, Int, UInt8
@@ -28,11 +28,63 @@ class TokenPlaces:
     slot: Int[Tensor, " nH"]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RowMaps:
+    """Matrices that vectors of a step are multiplied with from the right, before it and after it.
+
+    Stored tokens are coordinates: new keys and values are mapped before they are attended to,
+    stored and copied, queries are mapped likewise, and outputs are mapped back. A matrix is for all
+    heads, or one for each KV head and its queries, in any of the dtypes of vectors. Products are
+    rounded to the dtype of the vectors. None: the vectors are coordinates already.
+
+    Attributes:
+        key: of keys.
+        query: of queries; their products with mapped keys are the logits.
+        value: of values.
+        output: of the attention over mapped values.
+        shift: subtracted from keys before they are mapped, in their dtype; None: nothing is.
+        tensors: those that there are, in the order above.
+        kinds: the place of each in that order.
+        width: most dimensions of a vector before or after a matrix.
+        consecutive: whether the numbers of each tensor's rows are, or of each matrix's columns.
+    """
+
+    key: Float[Tensor, "*H D R"] | None = None
+    query: Float[Tensor, "*Hq D R"] | None = None
+    value: Float[Tensor, "*Hv Dv Rv"] | None = None
+    output: Float[Tensor, "*Ho Rv Dv"] | None = None
+    shift: Float[Tensor, "Hs D"] | None = None
+    # Found once, as each step of a layer reads them.
+    tensors: tuple[Tensor, ...] = field(init=False, repr=False)
+    kinds: tuple[int, ...] = field(init=False, repr=False)
+    width: int = field(init=False, repr=False)
+    consecutive: bool = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Check what the shift is subtracted from, and describe the tensors.
+
+        Raises:
+            ValueError: there is a shift, and no matrix of keys.
+        """
+        if self.shift is not None and self.key is None:
+            raise ValueError("keys have a shift and no matrix; give both, or no shift")
+        every = self.key, self.query, self.value, self.output, self.shift
+        found = {kind: x for kind, x in enumerate(every) if x is not None}
+        matrices = [x for x in every[:4] if x is not None]
+        by_lines = all(1 in x.stride()[-2:] for x in matrices)
+        object.__setattr__(self, "tensors", tuple(found.values()))
+        object.__setattr__(self, "kinds", tuple(found))
+        object.__setattr__(self, "width", max((max(x.shape[-2:]) for x in matrices), default=0))
+        shifts = self.shift is None or self.shift.stride(1) == 1
+        object.__setattr__(self, "consecutive", by_lines and shifts)
+
+
 @dataclass(frozen=True, slots=True)
 class RowInputs:
     """A decode step of one layer: one new token of each sequence, in consecutive rows.
 
-    A new token sees the stored tokens of its sequence, and itself as it is given.
+    A new token sees the stored tokens of its sequence, and itself as it is given. Vectors of R and
+    Rv dimensions are stored; without `maps` these are D and Dv.
 
     Attributes:
         query: queries of all tokens of the step, by token and query head.
@@ -47,13 +99,15 @@ class RowInputs:
         sinks: a logit of each query head, as for `kv_attention.attend`.
         places: where new tokens are stored before the attention, as rows of one request see each
             other's; None: the caller stores them.
-        copies: set to the keys and values of the sequences' rows; None: no copies are needed.
+        copies: set to the keys and values of the sequences' rows, as they are stored; None: no
+            copies are needed.
         observations: the attention masses to sum, without positions and noise; the first belongs
             to the result, the others become its `others`.
         running: updates the scores of stored tokens in their pages with the only observation; the
             result then has the masses of new tokens alone, and is `rescored`. None: no update.
         page_positions: positions of each part of `pages`, -1 for empty slots, if pages store none;
             only read to update scores.
+        maps: what maps vectors to those that are stored, and outputs back; None: nothing does.
     """
 
     query: Float[Tensor, "m Q D"]
@@ -67,10 +121,11 @@ class RowInputs:
     softcap: float | None = None
     sinks: Float[Tensor, "H G"] | None = None
     places: TokenPlaces | None = None
-    copies: tuple[Float[Tensor, "B H 1 D"], Float[Tensor, "B H 1 Dv"]] | None = None
+    copies: tuple[Float[Tensor, "B H 1 R"], Float[Tensor, "B H 1 Rv"]] | None = None
     observations: tuple[Observe, ...] = (Observe(0),)
     running: Running | None = None
     page_positions: Sequence[Int[Tensor, "B H _"] | None] = ()
+    maps: RowMaps | None = None
 
 
 @runtime_checkable

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kv_attention import Attended, RowInputs, longest_of
+from kv_attention import Attended, RowInputs, RowMaps, longest_of
 from kv_cpu.arguments import (
     MOST_DIM,
     MOST_GROUP,
@@ -81,6 +81,8 @@ def decode_rows(inputs: RowInputs) -> Attended | None:
         store,
         tier,
         [] if inputs.copies is None else [x.squeeze(2) for x in inputs.copies],
+        [] if inputs.maps is None else inputs.maps.tensors,
+        [] if inputs.maps is None else inputs.maps.kinds,
         chosen(),
     )
     rows = inputs.output[inputs.first : inputs.first + inputs.position.shape[0]]
@@ -111,8 +113,23 @@ def declined(inputs: RowInputs) -> str | None:
             return "scores are updated with one sum of attention mass"
         if not all(pages.layout.scores for pages in inputs.pages):
             return "pages without scores"
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, key, value)):
+    given = () if inputs.maps is None else inputs.maps.tensors
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, key, value, *given)):
         return "gradients are required"
+    return None if inputs.maps is None else _unmapped(inputs.maps)
+
+
+def _unmapped(maps: RowMaps) -> str | None:
+    """Return why native code does not compute products with these matrices; None if it does."""
+    for x in maps.tensors:
+        if x.dtype not in NUMBERS:
+            return "maps in float64"
+        if not x.is_cpu:
+            return f"maps on {x.device.type}"
+    if maps.width > MOST_DIM:
+        return f"maps of more than {MOST_DIM} dimensions"
+    if not maps.consecutive:
+        return "maps with consecutive numbers neither in rows nor in columns"
     return None
 
 

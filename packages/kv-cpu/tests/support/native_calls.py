@@ -321,12 +321,12 @@ class Maker:
         sequences, heads, group = (self.random.randint(1, 2) for _ in "BHG")
         key_dim, value_dim, first = self.dim(), self.dim(), self.random.randint(0, 2)
         rows = first + sequences + self.random.randint(0, 1)
-        q = self.normal(rows, heads * group, key_dim, dtype=self.floating())
-        key = self.normal(rows, heads, key_dim, dtype=self.floating())
-        value = self.normal(rows, heads, value_dim, dtype=self.floating())
-        out = self.normal(rows, heads * group, value_dim, dtype=self.floating())
+        maps, kinds, dims = self.maps(heads, key_dim, value_dim)
+        sizes = zip((heads, heads * group, heads, heads * group), dims, strict=True)
+        given = [self.normal(rows, n, dim, dtype=self.floating()) for n, dim in sizes]
+        key, q, value, out = given
         position = self.integers(30, 45, sequences, 1)
-        by_head = q[:sequences].view(sequences, heads, group, 1, key_dim)
+        by_head = self.normal(sequences, heads, group, 1, key_dim, dtype=q.dtype)
         tensors: list[Tensor] = []
         parts: list[int] = []
         for _ in range(self.random.randint(0, 2)):
@@ -349,11 +349,43 @@ class Maker:
             store = [data, page.to(self.either()), slot.to(self.either())]
         copies: list[Tensor] = []
         if self.random.random() < 0.5:
-            copies = [torch.zeros(sequences, *x.shape[1:], dtype=x.dtype) for x in (key, value)]
+            stored = (key, key_dim), (value, value_dim)
+            copies = [torch.zeros(sequences, heads, dim, dtype=x.dtype) for x, dim in stored]
         softcap, sinks = self.softmax(by_head)
         isa = self.random.choice(self.isas)
-        given = (q, key, value, position, out, first, tensors, parts)
-        return [*given, *watches, running, 0.2, softcap, sinks, store, tier, copies, isa]
+        first_args = (q, key, value, position, out, first, tensors, parts)
+        more = (running, 0.2, softcap, sinks, store, tier, copies, maps, kinds, isa)
+        return [*first_args, *watches, *more]
+
+    def maps(self, heads: int, key_dim: int, value_dim: int) -> tuple[list[Arg], list[int], list]:
+        """Return maps of some vectors, their kinds, and dimensions of what is given.
+
+        Products of keys, queries and values have one summand, so that stored bytes are known.
+        """
+        dims = [key_dim, key_dim, value_dim, value_dim]
+        maps: list[Arg] = []
+        kinds: list[int] = []
+        if self.random.random() < 0.4:
+            return maps, kinds, dims
+        for kind, stored in enumerate(dims):
+            if self.random.random() < 0.3:
+                continue
+            dims[kind] = self.random.choice([stored, self.dim()])
+            given, lead = dims[kind], self.random.choice([(), (heads,)])
+            if kind == 3:
+                matrix = self.normal(*lead, stored, given) / stored**0.5
+            else:
+                one = self.integers(0, given, *lead, 1, stored)
+                numbers = self.integers(1, 8, *lead, 1, stored) / 4
+                matrix = torch.zeros(*lead, given, stored).scatter_(-2, one, numbers)
+            if self.random.random() < 0.5:
+                matrix = matrix.mT.contiguous().mT
+            maps.append(matrix.to(self.floating()))
+            kinds.append(kind)
+        if 0 in kinds and self.random.random() < 0.5:
+            maps.append(self.normal(heads, dims[0], dtype=self.floating()))
+            kinds.append(4)
+        return maps, kinds, dims
 
     def prompt(self) -> list[Arg]:
         length = self.random.choice([1, 2, 9, 30])

@@ -115,6 +115,7 @@ def fault_of(call: Call, arena: Arena, random: Random) -> tuple[str | None, bool
             return f"result {i} is {x.flatten()[:8].tolist()}, not {bounds}", False
     if call.name == "decode_rows":
         native_judge.settle_scores(args, copies)
+        native_judge.settle_maps(args, copies)
     for i, (x, y) in enumerate(zip(tensors_in(args), tensors_in(copies), strict=True)):
         if x is not output and not _equal(x, y):
             return f"tensor {i} differs from the reference", False

@@ -109,6 +109,11 @@ class HeadBasis:
         held = [_one_if_alike(x) for x in (self.matrix, self.dual) if x is not None]
         return sum(x.nbytes for x in (*held, self.shift) if x is not None)
 
+    @property
+    def products(self) -> tuple[Float[Tensor, "*H D R"], Float[Tensor, "*H1 D R"]]:
+        """The matrix and the dual as they are held: one for all heads if these have the same."""
+        return self._map, _one_if_alike(self.matrix if self.dual is None else self.dual)
+
     # Cached: a step uses them in every layer.
     @cached_property
     def _map(self) -> Float[Tensor, "*H D R"]:

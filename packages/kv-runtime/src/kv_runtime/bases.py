@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal, TypeAlias
 
 import torch
@@ -9,6 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kv_attention import RowMaps
 from kv_policy import Basis, CacheShape, HeadBasis, LayerBasis
 from kv_policy.tensor_files import checksum
 
@@ -174,42 +176,35 @@ class Bases:
             return basis.undo(out)
         return out if "values" in self.folded else _to_width(out, value_dim)
 
-    def rows(
-        self,
-        layer: int,
-        query: Float[Tensor, "n Q D"],
-        key: Float[Tensor, "n H D"],
-        value: Float[Tensor, "n H Dv"],
-        output: Float[Tensor, "n Q Dv"],
-    ) -> tuple[
-        Float[Tensor, "n Q R"],
-        Float[Tensor, "n H R"],
-        Float[Tensor, "n H Rv"],
-        Float[Tensor, "n Q Rv"],
-    ]:
-        """Project one token of each sequence, and return where attention writes coordinates.
+    @cached_property
+    def row_maps(self) -> tuple[RowMaps | None, ...]:
+        """The maps of a decode step on an engine's rows by layer, if heads are stored singly."""
+        return tuple(row_maps(self.layer(i)) for i in range(len(self.key_maps)))
 
-        KV heads are stored singly, with equal ranks. The output is that of the engine as far as
-        nothing is projected back.
-        """
-        grouped = query.unflatten(1, (key.shape[1], -1))[..., None, :]
-        q = self.queries(layer, grouped).squeeze(3).flatten(1, 2)
-        k = self.keys(layer, key[:, :, None]).squeeze(2)
-        width = self.stored.value_dim
-        if self.value_maps[layer] is None:
-            return q, k, value[..., :width], output[..., :width]
-        v = self.values(layer, value[:, :, None]).squeeze(2)
-        return q, k, v, output.new_empty(*output.shape[:2], width)
+    def unpadded(self, layer: int, x: Float[Tensor, "n heads Dv"]) -> Float[Tensor, "n heads _"]:
+        """Return the dimensions of values, or of outputs, that are kept if no product is due."""
+        kept = self.stored.value_dim
+        return x if self.value_maps[layer] is not None or x.shape[2] == kept else x[..., :kept]
 
-    def finish_rows(
-        self, layer: int, found: Float[Tensor, "n Q Rv"], output: Float[Tensor, "n Q Dv"]
-    ) -> None:
-        """Write attention in coordinates, which `rows` gave the place of, to the output."""
-        if self.value_maps[layer] is None:
-            output[..., self.stored.value_dim :] = 0
-            return
-        grouped = found.unflatten(1, (self.stored.kv_heads, -1))[..., None, :]
-        output.copy_(self.undone(layer, grouped, output.shape[2]).squeeze(3).flatten(1, 2))
+
+def row_maps(basis: LayerBasis) -> RowMaps | None:
+    """Return what maps the vectors of a decode step on an engine's rows; None: nothing does.
+
+    Raises:
+        ValueError: heads are stored together, whose coordinates are sums over heads.
+    """
+    if basis.together > 1:
+        raise ValueError(
+            f"{basis.together} KV heads are stored together; rows are mapped for heads that are "
+            "stored singly"
+        )
+    key, value = basis.key, basis.value
+    if key is None and value is None:
+        return None
+    matrix, dual = (None, None) if key is None else key.products
+    to, back = (None, None) if value is None else value.products
+    shift = None if key is None else key.shift
+    return RowMaps(matrix, dual, to, None if back is None else back.mT, shift)
 
 
 def by_stored_head(

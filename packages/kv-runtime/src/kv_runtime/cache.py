@@ -32,6 +32,7 @@ from kv_runtime.batch import Batch, rolls_back
 from kv_runtime.copies import to_device
 from kv_runtime.expanded import Expanded, attended_by_head, observes_tail
 from kv_runtime.forward_pass import Forward, Pass
+from kv_runtime.grouped_rows import attend_grouped
 from kv_runtime.joined import checked_states
 from kv_runtime.layout import Layout
 from kv_runtime.memory import MemoryReport
@@ -155,6 +156,7 @@ class PolicyCache:
         self._goes_on = False  # whether prompts continue in a later pass
         self._views: list[tuple[PagedTokens, ...]] | None = None  # of the pass, by layer
         self._places: tuple[Int[Tensor, "B H W"] | None, ...] = ()  # of the same tokens, if read
+        self._in_rows = False  # whether `attend` may decode as `attend_rows`
         self._shared: SharedLayer | None = None
         self._waiting: WaitingPrompts | None = None
 
@@ -218,7 +220,7 @@ class PolicyCache:
         batch.update_bounds(now.whole)
         self.batch, self._pass, self._next_layer = batch, now, 0
         self._alone = self._order = self._views = None
-        self._places = ()
+        self._places, self._in_rows = (), self._decode_rows is not None and not now.whole.is_prefill
         self._goes_on = now.whole.is_partial_prefill
         prompts = [part.now for part in now.parts if part.now.is_prefill]
         self._waiting = WaitingPrompts(prompts[0]) if prompts and self.replay is not None else None
@@ -294,6 +296,10 @@ class PolicyCache:
         if self.bases is not None:
             checks.check_shift(self.policy, self.bases.key_maps[layer], softcap, sinks)
         checks.check_prefix(self.shape, key, value)
+        if self._in_rows and not more and expanded is None and chosen is None and out is None:
+            decoded = attend_grouped(self, layer, query, key, value, scale, softcap, sinks)
+            if decoded is not None:
+                return decoded
         value_dim, unprojected = value.shape[-1], (key, value)
         if self.bases is not None:
             query = self.bases.queries(layer, query)
@@ -369,35 +375,27 @@ class PolicyCache:
             self._places = () if running is None else batch.window_positions()
         if self._views is None:
             return False
-        into, rows = output, slice(first, first + len(position))
+        maps, into, shape = None, output, self.layout.shape
         if self.bases is not None:
             checks.check_shift(self.policy, self.bases.key_maps[layer], softcap, sinks)
-            given = query[rows], key[rows], value[rows], output[rows]
-            query, key, value, into = self.bases.rows(layer, *given)
-            first = 0
-        keys, values = (x.new_empty(len(position), x.shape[1], 1, x.shape[2]) for x in (key, value))
-        result = self._decode_rows(
-            RowInputs(
-                query,
-                key,
-                value,
-                into,
-                first,
-                position,
-                self._views[layer],
-                scale,
-                softcap,
-                sinks,
-                copies=(keys, values),
-                observations=(self.observe,),
-                running=running,
-                page_positions=self._places,
-            )
+            maps = self.bases.row_maps[layer]
+            value, into = (self.bases.unpadded(layer, x) for x in (value, output))
+        lead = len(position), key.shape[1], 1
+        keys, values = key.new_empty(*lead, shape.key_dim), value.new_empty(*lead, shape.value_dim)
+        vectors = query, key, value, into, first, position
+        inputs = RowInputs(
+            *(*vectors, self._views[layer], scale, softcap, sinks),
+            copies=(keys, values),
+            observations=(self.observe,),
+            running=running,
+            page_positions=self._places,
+            maps=maps,
         )
+        result = self._decode_rows(inputs)
         if result is None:
             return False
-        if self.bases is not None:
-            self.bases.finish_rows(layer, into, output[rows])
+        if into is not output:
+            output[first : first + len(position), :, into.shape[2] :] = 0
         self.keep(layer, keys, values, result)
         return True
 
@@ -413,6 +411,7 @@ class PolicyCache:
         """
         now, batch = self._expect(0)
         checks.check_drafts(self.policy)
+        self._in_rows = False  # drafts may move pages between layers
         return Verified.of(now.whole, drafts, batch, self.policy, self.bases, self.backend)
 
     def _by_position(self, chosen: Bool[Tensor, "B Lq T"]) -> Bool[Tensor, "B Lq T"]:

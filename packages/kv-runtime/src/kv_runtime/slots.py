@@ -9,9 +9,18 @@ import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
-from kv_attention import DecodeRows, DenseTokens, RowInputs, TokenPlaces, attend, load_rows
+from kv_attention import (
+    DecodeRows,
+    DenseTokens,
+    RowInputs,
+    RowMaps,
+    TokenPlaces,
+    attend,
+    load_rows,
+)
 from kv_paging import PageKernels, page_kernels_of, select_page_kernels
 from kv_policy import HeadBasis, LayerBasis, PagedTokens, PageLayout, TileCounts, TokenFormat
+from kv_runtime.bases import row_maps
 from kv_runtime.checks import check_shift
 from kv_runtime.copies import to_device
 from kv_runtime.output_rows import decode_rows, write_rows
@@ -249,14 +258,17 @@ class SlotLayer:
     softcap: float | None = None  # the bound of the layer's logits
     sinks: Float[Tensor, "H G"] | None = field(default=None, compare=False)  # its sinks
     basis: LayerBasis = field(default_factory=LayerBasis, compare=False)
+    maps: RowMaps | None = field(init=False, compare=False, repr=False)  # of the basis
 
     def __post_init__(self) -> None:
-        """Check that attention is invariant to a shift of the basis.
+        """Check that attention is invariant to a shift of the basis, and find its maps.
 
         Raises:
             ValueError: keys are shifted, and logits have a bound or sinks.
         """
         check_shift("the policy", self.basis.key, self.softcap, self.sinks)
+        singly = self.basis.together == 1
+        object.__setattr__(self, "maps", row_maps(self.basis) if singly else None)
 
     def forward(
         self,
@@ -318,11 +330,6 @@ class SlotLayer:
             if found is not out:
                 write_rows(found, output, batch.target, batch.place)
 
-    @property
-    def _plain(self) -> bool:
-        """Whether vectors are stored in the model's own basis."""
-        return self.basis.key is None and self.basis.value is None
-
     def _decoded(
         self,
         query: Float[Tensor, "m Q D"],
@@ -334,7 +341,7 @@ class SlotLayer:
     ) -> bool:
         """Do what `forward` does in one call; False: the step or the backend needs more of them."""
         batch, blocks = step.decoding, step.blocks
-        if batch is None or blocks.decode is None or not self._plain:
+        if batch is None or blocks.decode is None or self.basis.together > 1:
             return False
         assert isinstance(batch.source, slice), "a decoding batch has consecutive rows"
         layout = blocks.layout
@@ -350,6 +357,7 @@ class SlotLayer:
             self.softcap,
             self.sinks,
             TokenPlaces(pages, layout, step.page, step.slot),
+            maps=self.maps,
         )
         return blocks.decode(inputs) is not None
 

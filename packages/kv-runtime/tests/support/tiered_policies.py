@@ -208,6 +208,21 @@ class Turned(Part):
 
 
 @dataclass(frozen=True)
+class Swapped(Turned):
+    """Coordinates in another order, each times a power of two: no product is rounded."""
+
+    def _maps(self, layer: int, shape: CacheShape, dim: int, text: str, seed: int) -> HeadBasis:
+        g = torch.Generator().manual_seed(2 * layer + seed)
+        heads, rank = shape.kv_heads, int(text)
+        order = torch.stack([torch.randperm(dim, generator=g) for _ in range(heads)])
+        sign = 1 - 2 * torch.randint(2, (heads, 1, dim), generator=g)
+        scale = 2.0 ** torch.randint(-2, 3, (heads, 1, dim), generator=g)
+        whole = torch.eye(dim)[order].mT * sign
+        first, second = ((whole * x)[..., :rank] for x in (scale, 1 / scale))
+        return HeadBasis(first, (rank,) * heads, second)
+
+
+@dataclass(frozen=True)
 class Cut(Turned):
     """A basis of keys beside values that are only truncated, as in a folded checkpoint."""
 
