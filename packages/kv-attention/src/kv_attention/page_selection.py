@@ -1,9 +1,4 @@
-"""The pages that a decode step reads: those in which a query may find its largest logits.
-
-A page has bounds of its keys by channel, so a query's logits in the page are at most the sum over
-channels of the larger product (Tang et al. 2024, Quest). Attention itself then reads a table with
-fewer pages, so every backend computes it as over all pages.
-"""
+"""The selection of pages in torch, and how many pages the host knows it to read at most."""
 
 from dataclasses import replace
 
@@ -12,42 +7,33 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kv_attention.backends import load_selection
 from kv_attention.page_bounds import PageBounds, page_scores
 from kv_policy import PagedTokens, PageReading
 
 
-def select_pages(
+def selected(
     q: Float[Tensor, "B H G D"],
     pages: PagedTokens,
     bounds: PageBounds,
     reading: PageReading,
-    backend: str = "torch",
+    *,
+    waits: bool = True,
 ) -> PagedTokens:
-    """Return the pages that a decode step reads, as a table of these alone, in their order.
-
-    Of pages with equal scores the first are read. The result is `pages` itself if all are read;
-    otherwise tokens have other slots in it. Synchronizes with the device once.
+    """Select as `kv_attention.select_pages`.
 
     Args:
-        q: the query of each query head, in the basis of the stored keys.
-        pages: the stored tokens of a layer.
-        bounds: the bounds of their keys.
-        reading: the limit.
-        backend: the backend that selects; torch does if it does not.
+        q: as there.
+        pages: as there.
+        bounds: as there.
+        reading: as there.
+        waits: whether the host may read how many pages are selected; otherwise the table has
+            columns for the most that it knows of.
     """
-    select = load_selection(backend)
-    selected = None if select is None else select(q, pages, bounds, reading)
-    return selected if selected is not None else _selected(q, pages, bounds, reading)
-
-
-def _selected(
-    q: Float[Tensor, "B H G D"], pages: PagedTokens, bounds: PageBounds, reading: PageReading
-) -> PagedTokens:
     tokens, length = pages.layout.tokens, pages.length.long()
-    longest = pages.table.shape[2] * tokens if pages.longest is None else pages.longest
+    longest = known_longest(pages)
     columns = -(-longest // tokens)
-    if not columns:
+    most = most_read(reading, longest, tokens, bounds.missing)
+    if most is None:
         return pages
     held, full = (length + tokens - 1) // tokens, length // tokens
     column = torch.arange(columns, device=q.device)
@@ -55,9 +41,10 @@ def _selected(
     always &= column < full[..., None]
     # The page that is appended to counts as one, and is no candidate.
     some = (reading.pages(held, tokens) - (held - full)).maximum(always.sum(-1)).minimum(full)
-    least, most = torch.stack(((full - some).amax(), some.amax())).tolist()
-    if not least:
-        return pages
+    if waits:
+        least, most = torch.stack(((full - some).amax(), some.amax())).tolist()
+        if not least:
+            return pages
     score = page_scores(q, bounds, columns)
     score = score.masked_fill(always, torch.inf).masked_fill(column >= full[..., None], -torch.inf)
     picked = score.sort(dim=-1, descending=True, stable=True).indices[..., :most]
@@ -76,6 +63,35 @@ def _selected(
         longest=min(longest, most * tokens + tokens - 1),
         tiles=None,
     )
+
+
+def known_longest(pages: PagedTokens) -> int:
+    """Return a bound of the tokens of table rows, without asking the device."""
+    return pages.table.shape[2] * pages.layout.tokens if pages.longest is None else pages.longest
+
+
+def most_read(
+    reading: PageReading, longest: int, tokens: int, missing: int | None = None
+) -> int | None:
+    """Return the most full pages that a table row of up to `longest` tokens may read.
+
+    Args:
+        reading: the limit.
+        longest: the bound of the tokens of a table row.
+        tokens: of a page.
+        missing: at most so many full pages have no bounds; None: unknown.
+
+    Returns:
+        None: a row of up to so many tokens reads all of its pages.
+    """
+    held, full = -(-longest // tokens), longest // tokens
+    limit = reading.pages_of(held, tokens)
+    if not full or limit == held:  # a share of fewer pages leaves out none, either
+        return None
+    if missing is None:
+        return full
+    always = -(-reading.first // tokens) - (-reading.last // tokens) + missing
+    return min(full, max(limit, always))
 
 
 def always_read(
