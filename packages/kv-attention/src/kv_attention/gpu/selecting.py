@@ -19,7 +19,7 @@ from kv_attention.gpu.tiles import query_rows
 from kv_attention.page_bounds import PageBounds
 from kv_attention.page_selection import known_longest
 from kv_policy import PagedTokens, PageReading
-from kv_policy.launching import launching_on, strides_of
+from kv_policy.launching import base_of, launching_on, strides_of
 from kv_policy.reading import NEAR
 
 MANY: Final = 1024  # pages per iteration, once a page has a score
@@ -27,14 +27,15 @@ TILE: Final = 4096  # numbers of a tile of bounds, or of a group's logits
 
 
 @triton.jit(
-    do_not_specialize=["columns", "pitch", "heads"],
-    do_not_specialize_on_alignment=["both", "count"],
+    do_not_specialize=["columns", "before", "pitch", "heads"],
+    do_not_specialize_on_alignment=["count"],
 )
 @no_type_check
 def bound_logits_kernel(
     q,
     q_strides,
     both,
+    before,
     pitch,
     count,
     logits,
@@ -47,8 +48,9 @@ def bound_logits_kernel(
 ):
     """Bound the logits of a group of queries in `BLOCK` pages of a table row.
 
-    `both` are [table_rows, pitch, 2 * DIM]; `logits` [table_rows, GROUP, columns] of pages without
-    bounds are left as they are.
+    `both` begin with `before` other pages, so that several numbers are loaded at once in any layer,
+    and then are [table_rows, pitch, 2 * DIM]. `logits` are [table_rows, GROUP, columns]; those of
+    pages without bounds are left as they are.
     """
     r = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -56,7 +58,7 @@ def bound_logits_kernel(
     if tl.program_id(1) * BLOCK < known:
         d = tl.arange(0, PADDED)
         there = (column < known)[:, None] & (d < DIM)[None, :]
-        row = both + r.to(tl.int64) * pitch * (2 * DIM)
+        row = both + (before + r.to(tl.int64) * pitch) * (2 * DIM)
         at = column.to(tl.int64)[:, None] * (2 * DIM) + d[None, :]
         high = tl.load(row + at, mask=there, other=0).to(tl.float32)
         low = tl.load(row + at + DIM, mask=there, other=0).to(tl.float32)
@@ -230,6 +232,8 @@ def select(
     columns, width = longest // tokens, most + 1
     bounded = min(columns, bounds.both.shape[2])
     both, q = bounds.both.contiguous(), adjacent(q)[:, :, :, None]
+    if both.storage_offset() % (2 * dim):  # those of a layer begin with a page
+        both = both.clone()
     length, count = pages.length.to(torch.int32).contiguous(), bounds.count.contiguous()
     table = pages.table.to(torch.int32).contiguous()
     logits = torch.empty(table_rows, group, bounded, dtype=torch.float32, device=device)
@@ -243,7 +247,8 @@ def select(
             bound_logits_kernel[(table_rows, -(-bounded // block))](
                 q,
                 strides_of(q),
-                both,
+                base_of(both)[0],
+                both.storage_offset() // (2 * dim),
                 both.shape[2],
                 count,
                 logits,
