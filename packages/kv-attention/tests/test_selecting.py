@@ -158,7 +158,7 @@ def test_rows_of_more_pages_than_an_iteration_has(budget) -> None:
 def test_bounds_of_a_layer_are_read_where_they_are() -> None:
     """Rows of a larger tensor, as the layers of a cache, with more columns than pages."""
     q, pages, bounds = drawn(4, B=2, H=2, G=2, D=5, whole=True)
-    reading = PageReading(Budget(25, "percent"), 4, 16)
+    reading = PageReading(Budget(50, "percent"), 1, 1)
     every = torch.full((3, 2, 2, 30, 10), torch.nan, dtype=torch.bfloat16)
     every[1, :, :, :20] = bounds.both
     expected = listed(by_definition(q, pages, bounds, reading))
