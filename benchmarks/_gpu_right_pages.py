@@ -35,6 +35,7 @@ POLICIES: Final = (
     "h2o:budget=64+k8v4",
     "streaming:budget=64+k8v8",
     "k4v4:keys=channel",
+    "quest:budget=48,sinks=0,recent=0,whole=0+k8v4",
 )
 SLOTS: Final = ("k8v4", "k4v2", "bf16")
 GATES: Final = {"d64": (64, 16), "d128": (128, 33)}

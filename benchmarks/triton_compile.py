@@ -27,15 +27,19 @@ from kv_attention.gpu.arguments import PartArguments, dense_part, paged_part
 from kv_attention.gpu.attention_mass import mass_of_pass, mass_of_step
 from kv_attention.gpu.decode import decode
 from kv_attention.gpu.prefill import attend_to_all
+from kv_attention.gpu.selecting import select
 from kv_attention.gpu.tuning import Machine
+from kv_attention.page_bounds import PageBounds
 from kv_attention.tokens import DenseTokens
 from kv_evict import gate_gpu
 from kv_paging import NewTokens, PagePool, Placement, Tiers, TokenWrite, fit, triton_kernels
 from kv_policy import (
+    Budget,
     CacheShape,
     Observe,
     PagedTokens,
     PageLayout,
+    PageReading,
     RunningMean,
     RunningSum,
     TokenFormat,
@@ -162,12 +166,24 @@ def pages(name: str) -> None:
     for running in (RunningMean(), RunningSum()):
         triton_kernels.accumulate(whole, every, before, score, score.long(), running)
     triton_kernels.weakest(whole, every, 2 * TOKENS, every)
+    bounds = torch.empty(table_rows, 2, 2 * DIM, dtype=torch.bfloat16)
+    triton_kernels.bound(whole, before, bounds, 1)
     tier = torch.zeros(table_rows, dtype=torch.uint8)
     new = NewTokens(vector[:, 0], vector[:, 0], score[:, 0], place[:, 0])
     moved = both.work(
         Placement(tier, tier, tier + 1), torch.zeros(2, table_rows, dtype=torch.long), new
     )
     triton_kernels.step(pool, [moved])
+
+
+def reading(group: int, dim: int, budget: Budget, dtype: torch.dtype) -> None:
+    """The selection of the pages that a decode step reads."""
+    q, columns = torch.empty(BATCH, HEADS, group, dim, dtype=dtype), LENGTH // TOKENS
+    both = torch.empty(BATCH, HEADS, columns, 2 * dim, dtype=torch.bfloat16)
+    count = torch.zeros(BATCH, HEADS, dtype=torch.long)
+    bounds = PageBounds(both, count, missing=0)
+    read = PageReading(budget, 4, 16)
+    select(q, pages_of("k8v4", (dim, dim)), bounds, read, columns // 4)
 
 
 def gate(layers: int, units: int) -> None:
@@ -218,6 +234,14 @@ def work(
         ):
             yield f"{form}, {name}", partial(steps, part, machine)
             yield f"{form}, {name}", partial(prompts, part, machine)
+    share, tokens = Budget(25, "percent"), Budget(1024)
+    for group, dim, budget, dtype in (
+        (GROUP, DIM, share, bf16),
+        (7, RANKS[0], tokens, single),
+        (128, LATENT[0], share, bf16),
+    ):
+        name = f"a reading of {budget}, {group} queries of {dim} dimensions"
+        yield name, partial(reading, group, dim, budget, dtype)
     for layers, units in ((1, 16), (32, 64)):
         yield f"gate of {units} units", partial(gate, layers, units)
 

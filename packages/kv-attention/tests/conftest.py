@@ -15,6 +15,7 @@ of_triton = [
     "test_launches.py",
     "test_plan.py",
     "test_recompilation.py",
+    "test_selecting.py",
     "test_triton.py",
     "test_widen.py",
 ]

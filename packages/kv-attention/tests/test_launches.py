@@ -1,16 +1,10 @@
 """Kernels are launched on the device of their tensors, which is `meta` here, and few are."""
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from triton.runtime.interpreter import GridExecutor
-from triton.runtime.jit import JITFunction
 
 from kv_attention import DenseTokens
 from kv_attention.gpu.arguments import dense_part
@@ -19,33 +13,11 @@ from kv_attention.gpu.decode import decode
 from kv_attention.gpu.prefill import attend_to_all
 from kv_attention.gpu.tuning import Machine
 from kv_policy import Observe
+from launched_kernels import Operations, launched
 
 GPU = torch.device("meta")
 MACHINE = Machine("interpreter", 2, False)
 PLACED = Observe(None, skip=2)
-
-
-@contextmanager
-def launched() -> Iterator[list[tuple[str, torch.device | None]]]:
-    """Note the kernels that are launched, and the device at that time; launch none."""
-    current: list[torch.device] = []
-    found: list[tuple[str, torch.device | None]] = []
-
-    @contextmanager
-    def launching_on(x: torch.Tensor) -> Iterator[None]:
-        current.append(x.device)
-        yield
-        current.pop()
-
-    def run(kernel: Any, *given: object, **named: object) -> None:
-        found.append((kernel.fn.__name__, current[-1] if current else None))
-
-    with ExitStack() as stack:
-        for module in ("decode", "prefill", "attention_mass"):
-            stack.enter_context(patch(f"kv_attention.gpu.{module}.launching_on", launching_on))
-        stack.enter_context(patch.object(GridExecutor, "__call__", run))
-        stack.enter_context(patch.object(JITFunction, "run", run))
-        yield found
 
 
 @pytest.mark.parametrize("L", [1, 6])
@@ -69,16 +41,6 @@ def test_every_kernel_is_launched_there(L: int) -> None:
     assert {device for _, device in found} == {GPU}
 
 
-class Operations(TorchDispatchMode):
-    """Counts operations of torch."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("last", [4, 32])
 def test_an_observed_chunk_reads_keys_once_more_for_its_last_queries(case, last: int) -> None:
     """One launch for each part of the tokens, over `last` of all queries, and little in torch."""
@@ -98,7 +60,7 @@ def test_an_observed_chunk_reads_keys_once_more_for_its_last_queries(case, last:
             Operations() as operations,
         ):
             c.attend(Observe(count), "triton")
-        counts[count] = Counter(name for name, _ in found), operations.count
+        counts[count] = Counter(name for name, _ in found), operations.found.total()
     kernels, more = counts[last][0] - counts[0][0], counts[last][1] - counts[0][1]
     assert rows == [last]
     assert kernels == {"mass_of_pass_kernel": 3}

@@ -42,6 +42,8 @@ def launch(B: int, count: int, columns: int, dim: int) -> None:
     triton_kernels.rescore(whole, every, score)
     triton_kernels.accumulate(whole, every, every, score, score.long(), RunningMean(count))
     triton_kernels.weakest(whole, every, count, every)
+    bounds = misaligned(torch.zeros(table_rows, columns, 2 * dim, dtype=torch.bfloat16))
+    triton_kernels.bound(whole, misaligned(torch.zeros(table_rows).long()), bounds, columns)
     tier = misaligned(torch.zeros(table_rows, dtype=torch.uint8))
     new = NewTokens(vector[:, 0], vector[:, 0], score[:, 0], place[:, 0])
     work = both.work(Placement(tier, tier, tier + 1), torch.zeros(2, table_rows).long(), new)
@@ -54,6 +56,6 @@ def test_every_kernel(dim: int) -> None:
         for B, count, columns in SIZES:
             launch(B, count, columns, dim)
     found = {name: len(each) for name, each in keys.items()}
-    assert len(found) == 12
+    assert len(found) == 13
     # Tokens of a prompt are written by one kernel, and those of a step by another.
     assert {name: count for name, count in found.items() if count > 1} == {"write_kernel": 2}

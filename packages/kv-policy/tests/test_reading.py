@@ -67,6 +67,21 @@ def test_tokens_are_rounded_up_to_whole_pages(held: int, budget: int, tokens: in
     assert found == min(held, -(-budget // tokens))
 
 
+SHARES = st.one_of(st.integers(1, 100), st.floats(0.01, 100), st.sampled_from([12.5, 100 / 3]))
+
+
+@given(
+    st.integers(0, 9000),
+    st.builds(Budget, SHARES, st.just("percent")) | st.builds(Budget, st.integers(1, 9999)),
+    st.integers(1, 64),
+)
+def test_the_host_counts_as_the_device(held: int, budget: Budget, tokens: int) -> None:
+    reading = PageReading(budget)
+    found = [reading.pages_of(each, tokens) for each in (held, held + 1)]
+    assert found == reading.pages(torch.tensor([held, held + 1]), tokens).tolist()
+    assert found[0] <= found[1]
+
+
 def test_numbers_out_of_range_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^5B is a number of bytes; give tokens per KV head"):
         PageReading(Budget(5, "bytes"))

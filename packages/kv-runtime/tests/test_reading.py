@@ -2,39 +2,22 @@
 
 from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import dataclass
 from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from kv_attention import PageBounds, select_pages
-from kv_attention.reading_reference import select_pages as by_definition
 from kv_paging import PagePool
-from kv_policy import Budget, CompositionError, PagedTokens, PageReading, Part, compose, parse
+from kv_policy import Budget, CompositionError, PageReading, compose, parse
 from kv_runtime.cache import PolicyCache
 from kv_runtime.layout import Layout
 from native import need
+from readings import Reads, Watched, check_bounds, steps
 from tiered_policies import SHAPE, ByKey, Exact, Ladder, Turned
 from tiered_world import World, one, ragged
-
-
-@dataclass(frozen=True)
-class Reads(Part):
-    """Reads a number of tokens in pages, and no page in particular."""
-
-    name: ClassVar[str] = "reads"
-    tokens: int = 0  # 0: all
-    whole: int = 0
-
-    @property
-    def reading(self) -> PageReading:
-        budget = Budget(self.tokens) if self.tokens else Budget(100, "percent")
-        return PageReading(budget, whole_layers=self.whole)
 
 
 @dataclass(frozen=True)
@@ -75,44 +58,6 @@ def go(world: World) -> None:
     world.go_on(6)
 
 
-@dataclass
-class Watched:
-    """Selections as they are made, each compared with its definition.
-
-    What is not read becomes NaN, in a copy of the pages.
-    """
-
-    calls: int = 0
-    fewer: int = 0
-    poison: bool = True
-
-    def __call__(
-        self,
-        q: Tensor,
-        pages: PagedTokens,
-        bounds: PageBounds,
-        reading: PageReading,
-        backend: str,
-    ) -> PagedTokens:
-        self.calls += 1
-        tokens = pages.layout.tokens
-        assert bounds.count.tolist() == (pages.length.long() // tokens).tolist()
-        found = select_pages(q, pages, bounds, reading, backend)
-        expected = by_definition(q, pages, bounds, reading)
-        assert found.length.tolist() == expected.length.tolist()
-        if found is pages:
-            assert expected is pages
-            return pages
-        self.fewer += 1
-        held = (found.length.long() + tokens - 1) // tokens
-        data = torch.full_like(pages.data, 255)
-        for b, h in torch.cartesian_prod(*map(torch.arange, held.shape)).tolist():
-            mine = found.table[b, h, : held[b, h]].tolist()
-            assert mine == expected.table[b, h, : held[b, h]].tolist()
-            data[mine] = pages.data[mine]
-        return replace(found, data=data) if self.poison else found
-
-
 @pytest.fixture
 def watched() -> Iterator[Watched]:
     seen = Watched()
@@ -138,33 +83,6 @@ def test_pages_are_selected_by_true_bounds_and_no_other_is_read(name, watched) -
     assert watched.fewer > 20
     cache.batch.tiers.parts[0].update_bounds()
     check_bounds(cache)
-
-
-def check_bounds(cache: PolicyCache) -> None:
-    """Compare the bounds with the keys that are stored."""
-    store = cache.batch.tiers.parts[0]
-    tokens, found = store.layout.tokens, store.read(store.table_rows(), frozenset({"keys"}))
-    high, low = store.bounds.both.float().chunk(2, -1)
-    for row, count in enumerate(store.bounds.count.tolist()):
-        for at in range(count):
-            slots = slice(at * tokens, (at + 1) * tokens)
-            keys = found.key[row, slots][found.held[row, slots]]
-            assert (keys <= high[row, at]).all()
-            assert (keys >= low[row, at]).all()
-
-
-def steps(cache: PolicyCache, passes: object) -> list[Tensor]:
-    """Run passes of random vectors; return the outputs of their last columns."""
-    found = []
-    for valid in passes:
-        sequences, width = valid.shape
-        cache.begin(valid)
-        for layer in range(SHAPE.layers):
-            query = torch.randn(sequences, 2, 2, width, 6)
-            key, value = torch.randn(sequences, 2, width, 6), torch.randn(sequences, 2, width, 5)
-            out = cache.attend(layer, query, key, value, 0.4)
-        found.append(out[..., -1, :])
-    return found
 
 
 @settings(max_examples=15)
@@ -255,8 +173,9 @@ def test_what_cannot_have_bounds_is_refused() -> None:
         compose(Ladder(), Exact(2), Reads(8))
     with pytest.raises(ValueError, match=r"keeps bounds of the pages of one format, and has 2"):
         PolicyCache(_Two(), SHAPE, page_tokens=4)
-    with pytest.raises(ValueError, match=r"'triton' does not support it, use backend='torch'"):
-        PolicyCache(Reads(8), SHAPE, page_tokens=4, backend="triton")
+    blocks = compose(Exact(1, block=4), Reads(8))
+    with pytest.raises(ValueError, match=r"waits for the device .* use backend='torch'"):
+        PolicyCache(blocks, SHAPE, page_tokens=4, backend="triton")
 
 
 def test_a_model_that_selects_tokens_itself_is_refused() -> None:

@@ -69,6 +69,7 @@ def all_backends() -> Mapping[str, Backend]:
             lambda: gpu.attend,
             interpreter.missing,
             devices=("cuda",),
+            select_pages=lambda: gpu.select_pages,
             preferred=True,
             self_checked=True,
         ),

@@ -17,10 +17,12 @@ class PageBounds:
     Attributes:
         both: the largest number of each channel in a page, then the smallest.
         count: pages of a table row with bounds, from the first one on; others are always read.
+        missing: at most so many full pages of a row have none, as the host knows; None: unknown.
     """
 
     both: Float[Tensor, "B H T _"]
     count: Int[Tensor, "B H"]
+    missing: int | None = None
 
 
 @runtime_checkable

@@ -8,7 +8,7 @@ raises an error.
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Bool, Float, Int, UInt8
+from jaxtyping import BFloat16, Bool, Float, Int, UInt8
 from torch import Tensor
 
 from kv_cpu.arguments import MOST_DIM
@@ -20,6 +20,7 @@ from kv_paging import (
     Stored,
     TokenWrite,
     VectorNames,
+    bound_decoded,
     torch_kernels,
 )
 from kv_policy import PagedTokens, PageLayout, Running, RunningSum
@@ -27,6 +28,7 @@ from kv_policy.described import NUMBERS, described
 
 __all__ = [
     "accumulate",
+    "bound",
     "compact",
     "copy_pages",
     "declined",
@@ -232,6 +234,17 @@ def weakest(
         *_tier(pages), pages.length[:, 0], table_rows.contiguous(), slots, bound.contiguous()
     )
     return score, slot
+
+
+def bound(
+    pages: PagedTokens, count: Int[Tensor, " S"], both: BFloat16[Tensor, "S T _"], most: int
+) -> None:
+    """Bound keys, some pages at a time.
+
+    Raises:
+        RuntimeError: a table names a missing page.
+    """
+    bound_decoded(read, pages, count, both)
 
 
 def step(pool: PagePool, works: Sequence[DecodeStep]) -> None:

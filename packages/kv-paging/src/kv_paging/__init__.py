@@ -1,5 +1,6 @@
 """A pool of fixed-size byte pages, and a table row of pages per sequence, layer and KV head."""
 
+from kv_paging.bounding import bound_bytes, bound_decoded
 from kv_paging.checks import PoolExhausted
 from kv_paging.head_pages import (
     adopt_all,
@@ -14,10 +15,10 @@ from kv_paging.huge_pages import back_with_huge_pages
 from kv_paging.kernels import (
     PageKernels,
     can_capture_pages,
+    declined,
     page_kernels_of,
     select_page_kernels,
 )
-from kv_paging.key_bounds import bound_bytes
 from kv_paging.layouts import fit
 from kv_paging.marks import Mark
 from kv_paging.pool import PagePool
@@ -54,9 +55,11 @@ __all__ = [
     "adopt_all",
     "back_with_huge_pages",
     "bound_bytes",
+    "bound_decoded",
     "branch_all",
     "can_capture_pages",
     "clear_all",
+    "declined",
     "expect_joined",
     "fit",
     "join_all",

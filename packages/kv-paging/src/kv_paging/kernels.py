@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Final, Protocol, cast, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Float, Int, UInt8
+from jaxtyping import BFloat16, Bool, Float, Int, UInt8
 from torch import Tensor
 
 from kv_paging.pool import PagePool
@@ -118,6 +118,21 @@ class PageKernels(Protocol):
         """Return the lowest score in the first slots and the first slot with it, else inf and -1.
 
         With `until`, only tokens at earlier positions are considered.
+        """
+        ...
+
+    def bound(
+        self,
+        pages: PagedTokens,
+        count: Int[Tensor, " S"],
+        both: BFloat16[Tensor, "S T _"],
+        most: int,
+    ) -> None:
+        """Compute the bounds of the keys in each row's full pages from page count[i] on.
+
+        A bound is a channel's largest number in a page, and its smallest, rounded outwards. `both`
+        has columns for all full pages; the bounds of other pages are left as they are. `most` is
+        about how many pages of a row have none.
         """
         ...
 

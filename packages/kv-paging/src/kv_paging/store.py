@@ -60,7 +60,7 @@ class TokenStore(HeadPages):
     def update_bounds(self) -> None:
         """Compute the bounds of full pages that have none, if they are kept."""
         if self._bounds is not None:
-            self._bounds.update(self.whole(), self._table, self.kernels)
+            self._bounds.update(self.whole(), self.kernels, self.changes)
 
     def read(self, table_rows: Int[Tensor, " S"], vectors: VectorNames = NONE) -> Stored:
         """Return the tokens in table rows: scores and positions if stored, vectors if requested.

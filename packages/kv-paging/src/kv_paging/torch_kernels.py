@@ -4,9 +4,10 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
-from jaxtyping import Bool, Float, Int, UInt8
+from jaxtyping import BFloat16, Bool, Float, Int, UInt8
 from torch import Tensor
 
+from kv_paging.bounding import bound_decoded
 from kv_paging.moves import (
     Segment,
     copy_pages,
@@ -35,6 +36,7 @@ from kv_policy import PagedTokens, PageLayout, Running
 
 __all__ = [
     "accumulate",
+    "bound",
     "compact",
     "copy_pages",
     "place",
@@ -198,6 +200,13 @@ def weakest(
     # If all held scores are inf, the first inf may be in an empty slot.
     slot = slot.where(held.gather(1, slot[:, None])[:, 0], held.int().argmax(1))
     return score.gather(1, slot[:, None])[:, 0], slot.where(held.any(1), -1)
+
+
+def bound(
+    pages: PagedTokens, count: Int[Tensor, " S"], both: BFloat16[Tensor, "S T _"], most: int
+) -> None:
+    """Bound keys; synchronizes with the device to list the pages."""
+    bound_decoded(read, pages, count, both)
 
 
 def step(pool: PagePool, works: Sequence[DecodeStep]) -> None:

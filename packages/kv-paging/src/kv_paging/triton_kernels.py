@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Final
 
 import torch
-from jaxtyping import Bool, Float, Int, UInt8
+from jaxtyping import BFloat16, Bool, Float, Int, UInt8
 from torch import Tensor
 
 from kv_paging import torch_kernels
@@ -21,6 +21,7 @@ from kv_policy.interpreter import interpreted, missing
 
 __all__ = [
     "accumulate",
+    "bound",
     "compact",
     "copy_pages",
     "declined",
@@ -139,6 +140,15 @@ def weakest(
     from kv_paging.gpu import reading
 
     return reading.weakest(pages, table_rows, slots, until)
+
+
+def bound(
+    pages: PagedTokens, count: Int[Tensor, " S"], both: BFloat16[Tensor, "S T _"], most: int
+) -> None:
+    """Bound keys, in one launch."""
+    from kv_paging.gpu import bounding
+
+    bounding.bound(pages, count, both, most)
 
 
 def step(pool: PagePool, works: Sequence[DecodeStep]) -> None:

@@ -2,11 +2,14 @@
 
 import math
 from dataclasses import dataclass
+from typing import Final
 
 from jaxtyping import Int
 from torch import Tensor
 
 from kv_policy.budget import LARGEST, Budget
+
+NEAR: Final = 1e-6  # of a page: a share that is a whole number, but for rounding, is not rounded up
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +51,24 @@ class PageReading:
         """Return how many of `held` pages of `tokens` tokens are read, rounded up."""
         amount = self.budget.amount
         if self.budget.unit == "tokens":
-            most = min(LARGEST, math.ceil(amount / tokens))
-            return held.clamp(max=most)
+            return held.clamp(max=self.most_pages(tokens))
         if isinstance(amount, int):
             return (held * amount + 99) // 100
-        share = (held.double() * amount / 100 - 1e-6).ceil()
+        share = (held.double() * amount / 100 - NEAR).ceil()
         return share.to(held.dtype).minimum(held)
+
+    def pages_of(self, held: int, tokens: int) -> int:
+        """Return `pages` of a number that the host has; it never falls as `held` grows."""
+        most = min(held, self.most_pages(tokens))
+        return most if self.share is None else min(most, math.ceil(held * self.share / 100 - NEAR))
+
+    def most_pages(self, tokens: int) -> int:
+        """Return the pages of `tokens` tokens that are read of any number; large for a share."""
+        if self.budget.unit != "tokens":
+            return LARGEST
+        return min(LARGEST, math.ceil(self.budget.amount / tokens))
+
+    @property
+    def share(self) -> float | None:
+        """The percentage of the pages that is read; None for a number of tokens."""
+        return float(self.budget.amount) if self.budget.unit == "percent" else None

@@ -140,7 +140,7 @@ class Batch:
         return ([*pages, window], []) if isinstance(window, PagedTokens) else (pages, [window])
 
     def update_bounds(self, now: Pass) -> None:
-        """Compute the bounds of full pages for a decode pass, if the policy reads by them."""
+        """Compute the bounds of all full pages for a decode pass, if the policy reads by them."""
         if not now.is_prefill:
             self.tiers.parts[0].update_bounds()
 
@@ -151,7 +151,8 @@ class Batch:
             return None
         lead, both = first.length.shape, first.bounds.both
         each = both.view(*lead, *both.shape[1:])[layer]
-        return PageBounds(each, first.bounds.count.view(lead)[layer])
+        # `update_bounds` has bounded every full page, and a pass stores its tokens at its end.
+        return PageBounds(each, first.bounds.count.view(lead)[layer], missing=0)
 
     def layer_views(self) -> list[tuple[PagedTokens, ...]] | None:
         """Return the stored tokens of every layer, in the order of `views` and without tiles.

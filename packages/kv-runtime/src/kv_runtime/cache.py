@@ -114,7 +114,7 @@ class PolicyCache:
         self.backend = checked_backend(
             self.device, backend, policy, shape, page_tokens, PolicyCache
         )
-        checks.check_reading(policy, len(self.layout.shapes), self.backend, shared=pool is not None)
+        checks.check_reading(policy, self.layout, self.backend, self.device, pool)
         rows = self.layout.attends_rows(policy, shape, self.bases)
         self._decode_rows = load_rows(self.backend) if rows else None
         self._followers: tuple[PolicyCache, ...] = ()  # empty caches that also store the next pass

@@ -3,11 +3,14 @@
 from collections.abc import Sequence
 from typing import NoReturn
 
+import torch
 from torch import Tensor
 
+from kv_paging import PagePool, declined
 from kv_policy import Budget, CacheShape, HeadBasis, KVPolicy, Replay, TokenFormat, complete
 from kv_runtime.bases import Bases, Folded
 from kv_runtime.batch import Batch
+from kv_runtime.layout import Layout
 from kv_runtime.pending import unlike_drafts
 from kv_runtime.shared_layer import SharedLayer
 
@@ -198,26 +201,30 @@ def check_replay(policy: KVPolicy, replays: bool, kinds: int) -> None:
         )
 
 
-def check_reading(policy: KVPolicy, kinds: int, backend: str, *, shared: bool) -> None:
+def check_reading(
+    policy: KVPolicy, layout: Layout, backend: str, device: torch.device, pool: PagePool | None
+) -> None:
     """Raise if a policy reads pages by bounds that cannot be kept, or not be compared.
 
     Args:
         policy: the policy.
-        kinds: number of different ranks of its heads.
+        layout: the layout of its pages.
         backend: the attention backend.
-        shared: whether the pages are in a pool of several caches.
+        device: the device of the pages.
+        pool: the pool that several caches share, if they do.
 
     Raises:
         ValueError: the pool is shared, heads are stored with different ranks, there are several
-            tiers, or the backend does not support it.
+            tiers, or the backend would wait for the device in each step.
     """
     if policy.reading is None:
         return
-    if shared:
+    if pool is not None:
         raise ValueError(
             f"{policy} keeps bounds of pages outside of them, which a pool shared by several "
             "caches does not account for; use a cache with a pool of its own, or omit the reading"
         )
+    kinds = len(layout.shapes)
     if kinds > 1:
         raise ValueError(
             f"{policy} keeps bounds of pages, but its basis stores heads with {kinds} different "
@@ -228,10 +235,12 @@ def check_reading(policy: KVPolicy, kinds: int, backend: str, *, shared: bool) -
             f"{policy} keeps bounds of the pages of one format, and has {policy.formats.tiers}; "
             "use one format for all tokens, such as k8v4"
         )
-    if backend == "triton":
+    reason = declined(backend, layout.pages[0][0], device) if backend == "triton" else None
+    if reason is not None:
         raise ValueError(
-            f"{policy} selects pages in each decode step, which waits for the device in every "
-            "layer; the backend 'triton' does not support it, use backend='torch'"
+            f"{policy} bounds the keys of each page that a decode step fills, which waits for the "
+            f"device where Triton kernels do not read them ({reason}); use backend='torch', or a "
+            "format that they read, such as k8v4"
         )
 
 

@@ -3,19 +3,23 @@
 from typing import Final
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from kv_attention.compiled import refused
 from kv_attention.flash import causal, surely_causal
 from kv_attention.fused import fused_kernel
 from kv_attention.inputs import AttentionInputs
 from kv_attention.observe import last_queries
+from kv_attention.page_bounds import PageBounds
+from kv_attention.page_selection import known_longest, most_read, selected
 from kv_attention.partial import Partial
 from kv_attention.parts import DensePart
 from kv_attention.tokens import Attended
 from kv_attention.torch_backend import Forward, parts_of
 from kv_attention.torch_backend import attend as attend_in_torch
 from kv_attention.torch_backend import attention_mass as attention_mass_in_torch
-from kv_policy import Observe
+from kv_policy import Observe, PagedTokens, PageReading
 from kv_policy.described import NUMBERS, described
 from kv_policy.interpreter import interpreted
 
@@ -109,6 +113,36 @@ def _attend(inputs: AttentionInputs) -> Attended:
         return mass_of_pass(rows, at, some, out, parts, places, scale, machine, what, softcap)
 
     return Attended.of(seen(what) for what in inputs.observations)
+
+
+def select_pages(
+    q: Float[Tensor, "B H G D"], pages: PagedTokens, bounds: PageBounds, reading: PageReading
+) -> PagedTokens:
+    """Select as `kv_attention.select_pages`, without synchronizing with the device.
+
+    Torch selects if `selection_declined` returns a reason.
+    """
+    if selection_declined(q, bounds) is not None:
+        return selected(q, pages, bounds, reading, waits=False)
+    longest, tokens = known_longest(pages), pages.layout.tokens
+    most = most_read(reading, longest, tokens, bounds.missing)
+    if most is None:
+        return pages
+    # A late import, as above.
+    from kv_attention.gpu.selecting import select
+
+    return select(q, pages, bounds, reading, most)
+
+
+def selection_declined(q: Float[Tensor, "B H G D"], bounds: PageBounds) -> str | None:
+    """Return why torch selects the pages instead of kernels; None if kernels do."""
+    if q.device.type != "cuda" and not interpreted():
+        return f"tensors on {q.device.type}"
+    if q.dtype not in NUMBERS or bounds.both.dtype != torch.bfloat16:
+        return f"queries in {q.dtype}, bounds in {bounds.both.dtype}"
+    if q.shape[3] > MOST_KEY:
+        return f"keys of more than {MOST_KEY} dimensions"
+    return None
 
 
 def _causal_chunk(inputs: AttentionInputs) -> Partial | None:

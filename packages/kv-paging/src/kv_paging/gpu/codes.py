@@ -119,8 +119,8 @@ def encode_codes(
 
 @triton.jit
 @no_type_check
-def decode_codes(page, row, some, out, first, real, HALF: tl.constexpr, ALIGN: tl.constexpr):
-    """Decode a vector per token to out + first + d; zeros if real but not marked."""
+def coded(page, row, some, HALF: tl.constexpr, ALIGN: tl.constexpr):
+    """Return the vectors of the marked tokens, by the code of a byte and the byte."""
     DIM: tl.constexpr = HALF[1]
     BITS: tl.constexpr = HALF[2]
     GROUP: tl.constexpr = HALF[3]
@@ -143,9 +143,20 @@ def decode_codes(page, row, some, out, first, real, HALF: tl.constexpr, ALIGN: t
         place = meta[:, None, None] + 2 * (d // GROUP)[None, :, :]
         scale = from_half(load_bits(place, marked, 2, ALIGNED))
         zero = from_half(load_bits(place + 2 * GROUPS, marked, 2, ALIGNED))
-    numbers = codes.to(tl.float32) * scale + zero
+    return codes.to(tl.float32) * scale + zero
+
+
+@triton.jit
+@no_type_check
+def decode_codes(page, row, some, out, first, real, HALF: tl.constexpr, ALIGN: tl.constexpr):
+    """Decode a vector per token to out + first + d; zeros if real but not marked."""
+    DIM: tl.constexpr = HALF[1]
+    STRIDE: tl.constexpr = (DIM * HALF[2] + 7) // 8
+    lane = tl.arange(0, triton.next_power_of_2(STRIDE))
+    d = tl.arange(0, 8 // HALF[2])[:, None] * STRIDE + lane[None, :]
+    there = (lane < STRIDE)[None, :] & (d < DIM)
     tl.store(
         (out + first)[:, None, None] + d[None, :, :],
-        numbers,
+        coded(page, row, some, HALF, ALIGN),
         real[:, None, None] & there[None, :, :],
     )

@@ -60,24 +60,33 @@ def encode(
 
 @triton.jit
 @no_type_check
+def stored(page, row, some, HALF: tl.constexpr, ALIGN: tl.constexpr):
+    """Return the vectors of the marked tokens, plain numbers, in their dtype."""
+    KIND: tl.constexpr = HALF[0]
+    DIM: tl.constexpr = HALF[1]
+    SIZE: tl.constexpr = 4 if KIND == 1 else 2
+    d = tl.arange(0, triton.next_power_of_2(DIM))
+    place = (page + HALF[4] + row * (SIZE * DIM))[:, None] + SIZE * d[None, :]
+    aligned: tl.constexpr = (ALIGN % SIZE == 0) and (HALF[4] % SIZE == 0)
+    return from_bits(load_bits(place, some[:, None] & (d < DIM)[None, :], SIZE, aligned), KIND)
+
+
+@triton.jit
+@no_type_check
 def decode(page, row, some, out, first, real, HALF: tl.constexpr, ALIGN: tl.constexpr):
     """Decode a vector per token to out + first + d; zeros if real but not marked."""
-    KIND: tl.constexpr = HALF[0]
-    if KIND == 0:
+    if HALF[0] == 0:
         decode_codes(page, row, some, out, first, real, HALF, ALIGN)
     else:
         DIM: tl.constexpr = HALF[1]
-        SIZE: tl.constexpr = 4 if KIND == 1 else 2
         d = tl.arange(0, triton.next_power_of_2(DIM))
-        there = (d < DIM)[None, :]
-        place = (page + HALF[4] + row * (SIZE * DIM))[:, None] + SIZE * d[None, :]
-        aligned: tl.constexpr = (ALIGN % SIZE == 0) and (HALF[4] % SIZE == 0)
-        numbers = from_bits(load_bits(place, some[:, None] & there, SIZE, aligned), KIND)
+        numbers = stored(page, row, some, HALF, ALIGN)
         target = (out + first)[:, None] + d[None, :]
+        there = real[:, None] & (d < DIM)[None, :]
         if out.dtype.element_ty == numbers.dtype:
-            tl.store(target, numbers, real[:, None] & there)
+            tl.store(target, numbers, there)
         else:
-            tl.store(target, as_float(numbers), real[:, None] & there)
+            tl.store(target, as_float(numbers), there)
 
 
 @triton.jit

@@ -1,0 +1,300 @@
+"""The pages that a decode step reads, selected in two launches, of which the host learns nothing.
+
+The first launch bounds the logits of every query in every page. In the second a program takes a
+table row: it scores the row's pages, finds the lowest score that is read by the digits of scores,
+the highest first, and writes the page numbers in their order. Nothing is sorted.
+"""
+
+from dataclasses import replace
+from typing import Final, no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float
+from torch import Tensor
+
+from kv_attention.gpu.arguments import adjacent
+from kv_attention.gpu.tiles import query_rows
+from kv_attention.page_bounds import PageBounds
+from kv_attention.page_selection import known_longest
+from kv_policy import PagedTokens, PageReading
+from kv_policy.launching import base_of, launching_on, strides_of
+from kv_policy.reading import NEAR
+
+MANY: Final = 1024  # pages per iteration, once a page has a score
+TILE: Final = 4096  # numbers of a tile of bounds, or of a group's logits
+
+
+@triton.jit(
+    do_not_specialize=["columns", "before", "pitch", "heads"],
+    do_not_specialize_on_alignment=["count"],
+)
+@no_type_check
+def bound_logits_kernel(
+    q,
+    q_strides,
+    both,
+    before,
+    pitch,
+    count,
+    logits,
+    columns,
+    heads,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Bound the logits of a group of queries in `BLOCK` pages of a table row.
+
+    `both` begin with `before` other pages, so that several numbers are loaded at once in any layer,
+    and then are [table_rows, pitch, 2 * DIM]. `logits` are [table_rows, GROUP, columns]; those of
+    pages without bounds are left as they are.
+    """
+    r = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    known = tl.minimum(tl.load(count + r).to(tl.int32), columns)
+    if tl.program_id(1) * BLOCK < known:
+        d = tl.arange(0, PADDED)
+        there = (column < known)[:, None] & (d < DIM)[None, :]
+        row = both + (before + r.to(tl.int64) * pitch) * (2 * DIM)
+        at = column.to(tl.int64)[:, None] * (2 * DIM) + d[None, :]
+        high = tl.load(row + at, mask=there, other=0).to(tl.float32)
+        low = tl.load(row + at + DIM, mask=there, other=0).to(tl.float32)
+        for g in range(GROUP):
+            rows = query_rows(q, q_strides, r // heads, r % heads, g, 0, DIM)
+            x = tl.load(rows + d, mask=d < DIM, other=0).to(tl.float32)[None, :]
+            # Not their maximum: a page of empty slots has no largest number.
+            found = tl.sum(tl.where(x > 0, high, low) * x, axis=1)
+            into = logits + (r.to(tl.int64) * GROUP + g) * columns
+            tl.store(into + column, found, mask=column < known)
+
+
+@triton.jit
+@no_type_check
+def logits_at(logits, first, columns, column, known, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """Load the bounds of a group's logits [ROWS, pages]; -inf where there are none."""
+    g = tl.arange(0, ROWS)
+    at = g.to(tl.int64)[:, None] * columns + column[None, :]
+    there = (g < GROUP)[:, None] & (column < known)[None, :]
+    return tl.load(logits + (first + at), mask=there, other=float("-inf"))
+
+
+@triton.jit
+@no_type_check
+def ordered(x):
+    """Return numbers as uint32 in the same order, all of them below the largest uint32."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)  # both zeros are equal
+    return (bits ^ ((bits >> 31) | -0x80000000)).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+@no_type_check
+def key_at(keys, column, full):
+    """Load what orders pages; those to be read in any case have the largest uint32."""
+    return tl.load(keys + column, mask=column < full, other=0).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+@no_type_check
+def page_at(row, pitch, column, some, REVERSE: tl.constexpr):
+    """Load the marked page numbers of a table row."""
+    if REVERSE:
+        column = pitch - 1 - column
+    return tl.load(row + column, mask=some, other=0)
+
+
+@triton.jit
+@no_type_check
+def limit_of(held, most, SHARE: tl.constexpr, NEAR: tl.constexpr):
+    """`PageReading.pages` of a number of pages; SHARE is a percentage, or 0."""
+    limit = tl.minimum(held, most)
+    if SHARE > 0:
+        share = held.to(tl.float64) * tl.full((), SHARE, tl.float64)
+        share = share / tl.full((), 100, tl.float64) - tl.full((), NEAR, tl.float64)
+        whole = share.to(tl.int32)
+        limit = tl.minimum(limit, whole + (whole.to(tl.float64) < share).to(tl.int32))
+    return limit
+
+
+@triton.jit(
+    do_not_specialize=["bounded", "columns", "pitch", "width", "first", "last", "most"],
+    do_not_specialize_on_alignment=["length", "count", "table"],
+)
+@no_type_check
+def select_pages_kernel(
+    logits,
+    bounded,
+    keys,
+    columns,
+    length,
+    count,
+    table,
+    pitch,
+    into,
+    width,
+    left,
+    first,
+    last,
+    most,
+    SHARE: tl.constexpr,
+    NEAR: tl.constexpr,
+    TOKENS: tl.constexpr,
+    REVERSE: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    PART: tl.constexpr,
+    MANY: tl.constexpr,
+):
+    """Select the pages of a table row.
+
+    `logits` are [table_rows, GROUP, bounded], `keys` [table_rows, columns] are memory. `into`
+    [table_rows, width] gets the pages, 0 behind them, and `left` the length of the row.
+    """
+    r = tl.program_id(0)
+    tokens = tl.load(length + r).to(tl.int32)
+    full, rest = tokens // TOKENS, tokens % TOKENS
+    opened = tl.where(rest > 0, 1, 0)
+    known = tl.minimum(tl.load(count + r).to(tl.int32), tl.minimum(full, bounded))
+    mine = keys + r.to(tl.int64) * columns
+    start = r.to(tl.int64) * GROUP * bounded
+    best = tl.full([ROWS], -3.4028234663852886e38, tl.float32)
+    for at in range(0, known, PART):
+        column = at + tl.arange(0, PART)
+        found = logits_at(logits, start, bounded, column, known, GROUP, ROWS)
+        found = tl.where(found == found, found, float("-inf"))
+        best = tl.maximum(best, tl.max(found, axis=1))
+    always = tl.zeros((), tl.int32)
+    for at in range(0, full, PART):
+        column = at + tl.arange(0, PART)
+        found = logits_at(logits, start, bounded, column, known, GROUP, ROWS) - best[:, None]
+        # What is not a number is read.
+        found = tl.where(found == found, found, float("inf"))
+        key = ordered(tl.max(found, axis=0))
+        held = column < full
+        read = (column >= known) | (column * TOKENS < first)
+        read = held & (read | ((column + 1) * TOKENS > tokens - last))
+        always += tl.sum(read.to(tl.int32), 0)
+        tl.store(mine + column, tl.where(read, -1, key.to(tl.int32, bitcast=True)), held)
+    tl.debug_barrier()  # other threads read them
+    limit = limit_of(full + opened, most, SHARE, NEAR) - opened
+    some = tl.minimum(tl.maximum(limit, always), tl.minimum(full, width - 1))
+    digit = tl.arange(0, 256)
+    least, wanted = tl.zeros((), tl.uint32), some
+    for place in tl.static_range(4):
+        counts = tl.zeros([256], tl.int32)
+        for at in range(0, full, MANY):
+            column = at + tl.arange(0, MANY)
+            key, alike = key_at(mine, column, full), column < full
+            if place > 0:
+                alike = alike & ((key >> (32 - 8 * place)) == least)
+            # Others count as 0, which nothing is below.
+            one = tl.where(alike, (key >> (24 - 8 * place)) & 255, 0)
+            counts += tl.histogram(one.to(tl.int32), 256)
+        below = tl.cumsum(counts, 0)
+        from_here = tl.sum(counts, 0) - below + counts  # with this digit or a higher one
+        found = tl.maximum(tl.sum((from_here >= wanted).to(tl.int32), 0) - 1, 0)
+        wanted -= tl.sum(tl.where(digit == found + 1, from_here, 0), 0)
+        least = (least << 8) | found.to(tl.uint32)
+    # `wanted` of the pages with the lowest score are read, the first ones.
+    row, target = table + r.to(tl.int64) * pitch, into + r.to(tl.int64) * width
+    done, equal = tl.zeros((), tl.int32), tl.zeros((), tl.int32)
+    for at in range(0, full, MANY):
+        column = at + tl.arange(0, MANY)
+        held, key = column < full, key_at(mine, column, full)
+        same = held & (key == least)
+        rank = equal + tl.cumsum(same.to(tl.int32), 0)
+        read = (held & (key > least)) | (same & (rank <= wanted))
+        to = done + tl.cumsum(read.to(tl.int32), 0) - 1
+        page = page_at(row, pitch, column, read, REVERSE)
+        tl.store(target + to, page, mask=read & (to < width))
+        equal += tl.sum(same.to(tl.int32), 0)
+        done += tl.sum(read.to(tl.int32), 0)
+    page = page_at(row, pitch, full, opened > 0, REVERSE)
+    for at in range(some, width, MANY):
+        column = at + tl.arange(0, MANY)
+        tl.store(target + column, tl.where(column == some, page, 0), mask=column < width)
+    tl.store(left + r, some * TOKENS + rest)
+
+
+def select(
+    q: Float[Tensor, "B H G D"],
+    pages: PagedTokens,
+    bounds: PageBounds,
+    reading: PageReading,
+    most: int,
+) -> PagedTokens:
+    """Select as `kv_attention.select_pages`, at most `most` full pages of a table row."""
+    batch, heads, group, dim = q.shape
+    table_rows, tokens, device = batch * heads, pages.layout.tokens, q.device
+    longest = known_longest(pages)
+    columns, width = longest // tokens, most + 1
+    bounded = min(columns, bounds.both.shape[2])
+    both, q = bounds.both.contiguous(), adjacent(q)[:, :, :, None]
+    if both.storage_offset() % (2 * dim):  # those of a layer begin with a page
+        both = both.clone()
+    length, count = pages.length.to(torch.int32).contiguous(), bounds.count.contiguous()
+    table = pages.table.to(torch.int32).contiguous()
+    logits = torch.empty(table_rows, group, bounded, dtype=torch.float32, device=device)
+    keys = torch.empty(table_rows, columns, dtype=torch.int32, device=device)
+    into = torch.empty(batch, heads, width, dtype=torch.int32, device=device)
+    left = torch.empty_like(length)
+    padded, rows = _power(dim), _power(group)
+    block = max(1, TILE // padded)
+    with launching_on(q):
+        if bounded:
+            bound_logits_kernel[(table_rows, -(-bounded // block))](
+                q,
+                strides_of(q),
+                base_of(both)[0],
+                both.storage_offset() // (2 * dim),
+                both.shape[2],
+                count,
+                logits,
+                bounded,
+                heads,
+                GROUP=group,
+                DIM=dim,
+                PADDED=padded,
+                BLOCK=block,
+                num_warps=4,
+            )
+        select_pages_kernel[(table_rows,)](
+            logits,
+            bounded,
+            keys,
+            columns,
+            length,
+            count,
+            table,
+            table.shape[2],
+            into,
+            width,
+            left,
+            reading.first,
+            reading.last,
+            reading.most_pages(tokens),
+            SHARE=reading.share or 0.0,
+            NEAR=NEAR,
+            TOKENS=tokens,
+            REVERSE=pages.reverse,
+            GROUP=group,
+            ROWS=rows,
+            PART=max(1, TILE // rows),
+            MANY=MANY,
+            num_warps=4,
+        )
+    return replace(
+        pages,
+        table=into,
+        length=left.to(pages.length.dtype),
+        reverse=False,
+        longest=min(longest, most * tokens + tokens - 1),
+        tiles=None,
+    )
+
+
+def _power(size: int) -> int:
+    """Round up to a power of two."""
+    return 1 << (size - 1).bit_length()

@@ -1,0 +1,274 @@
+"""The selection of pages in Triton, compared with its definition, and what the host reads."""
+
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from attention_cases import Case, random_case
+from kernel_keys import compiled_keys, misaligned
+from kv_attention import PageBounds, logit_bounds, select_pages
+from kv_attention.gpu.backend import selection_declined
+from kv_attention.page_selection import most_read, selected
+from kv_attention.reading_reference import select_pages as by_definition
+from kv_policy import Budget, PagedTokens, PageLayout, PageReading, RawCodec, TokenFormat
+from launched_kernels import Operations, launched
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ALL = Budget(100, "percent")
+BUDGETS = [ALL, Budget(50, "percent"), Budget(100 / 3, "percent"), Budget(3, "percent")]
+READINGS = st.builds(
+    PageReading,
+    st.sampled_from([*BUDGETS, Budget(1), Budget(30), Budget(99)]),
+    st.sampled_from([0, 1, 40]),
+    st.sampled_from([0, 1, 70]),
+)
+SHAPES = st.fixed_dictionaries(
+    {
+        "B": st.integers(1, 2),
+        "H": st.integers(1, 2),
+        "G": st.sampled_from([1, 2, 4, 5, 9]),
+        "D": st.sampled_from([1, 3, 16, 40]),
+        "width": st.sampled_from([1, 3, 20, 130]),
+        "tokens": st.sampled_from([1, 4, 7, 16]),
+        "missing": st.sampled_from([0, 0, 2]),
+        "reverse": st.booleans(),
+        "dtype": st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    }
+)
+Given = tuple[Tensor, PagedTokens, PageBounds]
+
+
+def drawn(
+    seed: int,
+    *,
+    B: int = 1,
+    H: int = 1,
+    G: int = 1,
+    D: int = 3,
+    width: int = 20,
+    tokens: int = 4,
+    missing: int = 0,
+    reverse: bool = False,
+    dtype: torch.dtype = torch.float32,
+    whole: bool = False,
+) -> Given:
+    """Draw queries, table rows without tokens, and bounds; `whole` numbers have exact sums."""
+    g = torch.Generator().manual_seed(seed)
+    form = TokenFormat(RawCodec(D, torch.float32), RawCodec(1, torch.float32))
+    layout = PageLayout.sized(form, tokens)
+    table = torch.randperm(B * H * width, generator=g).view(B, H, width).int()
+    length = torch.randint(0, width * tokens + 1, (B, H), generator=g)
+    longest = min(int(length.max()) + int(torch.randint(0, 9, (), generator=g)), width * tokens)
+    data = torch.zeros(1, layout.nbytes, dtype=torch.uint8)
+    pages = PagedTokens(data, table, length, layout, reverse, longest=longest)
+    centre, half = torch.randn(2, B, H, width, D, generator=g).unbind(0)
+    q = torch.randn(B, G, H, D, generator=g).transpose(1, 2)  # not contiguous
+    if whole:
+        centre, half, q = ((2 * x).round() for x in (centre, half, q))
+    both = torch.cat((centre + half.abs(), centre - half.abs()), -1).bfloat16()
+    count = (length // tokens - missing).clamp(min=0)
+    known = torch.arange(width) < count[..., None]
+    both = both.masked_fill(~known[..., None], torch.nan)  # memory that nothing was written to
+    return q.to(dtype), pages, PageBounds(both, count, missing)
+
+
+def on(device: str, q: Tensor, pages: PagedTokens, bounds: PageBounds) -> Given:
+    moved = replace(
+        pages, **{name: getattr(pages, name).to(device) for name in ("data", "table", "length")}
+    )
+    return (
+        q.to(device),
+        moved,
+        replace(bounds, both=bounds.both.to(device), count=bounds.count.to(device)),
+    )
+
+
+def found_by(given: Given, reading: PageReading) -> PagedTokens:
+    assert selection_declined(given[0].to(DEVICE), given[2]) is None
+    _, found, _ = on(
+        "cpu", given[0], select_pages(*on(DEVICE, *given), reading, "triton"), given[2]
+    )
+    return found
+
+
+def listed(pages: PagedTokens) -> list[list[int]]:
+    """List the pages of each table row."""
+    rows = zip(pages.table.flatten(0, 1), pages.length.flatten().tolist(), strict=True)
+    tokens = pages.layout.tokens
+    flipped = ((row.flip(0) if pages.reverse else row, length) for row, length in rows)
+    return [row[: -(-length // tokens)].tolist() for row, length in flipped]
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 999), SHAPES, READINGS, st.booleans())
+def test_pages_are_those_of_the_definition(seed, shape, reading, told) -> None:
+    """Sums are exact, and many scores equal: the first of these pages are read."""
+    q, pages, bounds = drawn(seed, **shape, whole=True)
+    given = q, pages, bounds if told else replace(bounds, missing=None)
+    expected = by_definition(*given, reading)
+    for found in (found_by(given, reading), selected(*given, reading, waits=False)):
+        assert listed(found) == listed(expected)
+        assert found.length.tolist() == expected.length.tolist()
+        assert found.length.dtype == pages.length.dtype
+        assert found.longest >= int(found.length.max())
+        assert found.table.shape[2] * found.layout.tokens >= found.longest
+        if found is not pages:
+            behind = torch.arange(found.table.shape[2]) * found.layout.tokens
+            behind = behind >= found.length[..., None]
+            known = pages.table if found.reverse else found.table
+            assert ((known >= 0) & (known < pages.table.numel())).all()  # all entries are pages
+            assert behind.shape == found.table.shape
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 999), SHAPES, READINGS)
+def test_a_page_that_is_read_in_place_of_another_is_as_good(seed, shape, reading) -> None:
+    q, pages, bounds = given = drawn(seed, **shape)
+    found, expected = found_by(given, reading), by_definition(*given, reading)
+    assert found.length.tolist() == expected.length.tolist()
+    rows = zip(listed(found), listed(expected), listed(pages), strict=True)
+    upper = logit_bounds(q.double(), bounds.both).flatten(0, 1)
+    count = bounds.count.flatten().tolist()
+    for r, (mine, other, every) in enumerate(rows):
+        assert sorted(mine, key=every.index) == mine  # in their order, each once
+        assert len(set(mine)) == len(mine)
+        known = upper[r, :, : count[r]]
+        if not known.numel() or mine == other:
+            assert mine == other
+            continue
+        below = (known - known.amax(-1, keepdim=True)).amax(0)
+        of = {page: float(below[i]) for i, page in enumerate(every[: count[r]])}
+        least = min(of[page] for page in other if page in of)
+        for page in set(mine) ^ set(other):
+            assert abs(of[page] - least) < 1e-5 * (1 + float(known.abs().amax()))
+
+
+@pytest.mark.parametrize("budget", [Budget(25, "percent"), Budget(1500), Budget(7)])
+def test_rows_of_more_pages_than_an_iteration_has(budget) -> None:
+    given = drawn(7, B=2, H=2, G=3, width=2500, tokens=1, whole=True)
+    reading = PageReading(budget, 4, 16)
+    assert listed(found_by(given, reading)) == listed(by_definition(*given, reading))
+
+
+def test_bounds_of_a_layer_are_read_where_they_are() -> None:
+    """Rows of a larger tensor, as the layers of a cache, with more columns than pages."""
+    q, pages, bounds = drawn(4, B=2, H=2, G=2, D=5, whole=True)
+    reading = PageReading(Budget(50, "percent"), 1, 1)
+    every = torch.full((3, 2, 2, 30, 10), torch.nan, dtype=torch.bfloat16)
+    every[1, :, :, :20] = bounds.both
+    expected = listed(by_definition(q, pages, bounds, reading))
+    assert listed(found_by((q, pages, replace(bounds, both=every[1])), reading)) == expected
+    beside = misaligned(bounds.both)
+    assert listed(found_by((q, pages, replace(bounds, both=beside)), reading)) == expected
+
+
+@pytest.mark.parametrize("name", ["many", "holes"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_is_over_the_pages_read(name, dtype) -> None:
+    """What is not read is NaN; a page as good as another may be read in its place."""
+    more = {"holes": True, "reverse": True, "page": 7} if name == "holes" else {"page": 16, "G": 5}
+    case = random_case(
+        5, L=1, B=3, D=17, Dv=9, tiers=[("8", "4")], stored=150, window=3, dtype=dtype, **more
+    )
+    (pages,) = case.pages
+    tokens = pages.layout.tokens
+    both = torch.randn(*pages.table.shape, 17).abs()
+    bounds = PageBounds(torch.cat((both, -both), -1).bfloat16(), pages.length.long() // tokens, 0)
+    given = case.q[:, :, :, 0], pages, bounds
+    some = found_by(given, PageReading(Budget(30), 4, 16))
+    assert (some.length < pages.length).any()
+    data = torch.full_like(pages.data, 255)
+    for row in listed(some):
+        data[row] = pages.data[row]
+    poisoned = replace(case, pages=[replace(some, data=data)])
+    found = moved(poisoned).attend(backend="triton").out.cpu().double()
+    expected = replace(case, pages=[some]).attend(backend="reference").out.double()
+    assert found.isfinite().all()
+    error = (found - expected).norm() / expected.norm()
+    assert error < (2e-6 if dtype == torch.float32 else 6e-3)
+
+
+def moved(case: Case) -> Case:
+    return case.to(DEVICE)
+
+
+def test_a_share_of_all_pages_is_known_without_a_launch() -> None:
+    q, pages, bounds = drawn(3, B=2, H=2, G=2)
+    with launched() as kernels:
+        assert select_pages(q, pages, bounds, PageReading(ALL), "triton") is pages
+        assert select_pages(q, pages, bounds, PageReading(Budget(10**6)), "triton") is pages
+    assert not kernels
+
+
+def test_a_selection_takes_two_launches_and_the_host_reads_nothing() -> None:
+    """Everything is on `meta`, where a read raises."""
+    q, pages, bounds = drawn(3, B=2, H=2, G=2, D=16)
+    pages = replace(pages, length=pages.length.int())
+    given = on("meta", q.contiguous(), pages, bounds)
+    reading = PageReading(Budget(50, "percent"), 4, 16)
+    with (
+        patch("kv_attention.gpu.backend.selection_declined", lambda q, bounds: None),
+        launched() as kernels,
+        Operations() as operations,
+    ):
+        found = select_pages(*given, reading, "triton")
+    assert [name for name, _ in kernels] == ["bound_logits_kernel", "select_pages_kernel"]
+    assert {device for _, device in kernels} == {torch.device("meta")}
+    views = {"as_strided", "slice", "unsqueeze", "view", "detach"}
+    assert set(operations.found) <= {"empty", "empty_like", *views}
+    most = most_read(reading, pages.longest, 4, 0)
+    assert found.table.shape[2] == most + 1 < pages.table.shape[2]
+
+
+def test_what_kernels_do_not_select_is_selected_without_a_read() -> None:
+    q, pages, bounds = drawn(3, B=2, H=2, G=2, D=16)
+    given = on("meta", q.double(), pages, bounds)
+    for reading in (PageReading(Budget(9), 4, 16), PageReading(Budget(100 / 3, "percent"))):
+        found = select_pages(*given, reading, "triton")
+        assert found.table.shape[2] == most_read(reading, pages.longest, 4, 0) + 1
+    assert selection_declined(q.double(), bounds) is not None
+    assert selection_declined(q, replace(bounds, both=bounds.both.float())) is not None
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_equal_scores_and_numbers_that_are_none() -> None:
+    q, pages, bounds = drawn(2, width=6, tokens=1)
+    pages = replace(
+        pages, length=torch.tensor([[6]]), table=torch.arange(6).view(1, 1, 6).int(), longest=6
+    )
+    both, reading = torch.ones_like(bounds.both), PageReading(Budget(2))
+    for strange, expected in ((None, [0, 1]), (torch.nan, [0, 4])):
+        if strange is not None:
+            both[0, 0, 4] = strange
+        given = q, pages, PageBounds(both, torch.tensor([[6]]), 0)
+        for backend in ("torch", "triton"):
+            assert select_pages(*given, reading, backend).table[0, 0, :2].tolist() == expected
+    both[0, 0, 2], both[0, 0, 4] = torch.inf, -torch.inf
+    assert 2 in listed(found_by(given, reading))[0]
+
+
+@pytest.mark.parametrize("D", [128, 40, 5])
+def test_kernels_are_compiled_once(D) -> None:
+    reading = PageReading(Budget(12.5, "percent"), 4, 16)
+    with compiled_keys() as keys:
+        for B, width in ((1, 3), (2, 17), (16, 64), (3, 100)):
+            q, pages, bounds = drawn(B, B=B, H=2, G=4, D=D, width=width, dtype=torch.bfloat16)
+            pages = replace(pages, longest=4 * width)
+            for made in (False, True):
+                if made:
+                    pages = replace(
+                        pages, table=misaligned(pages.table), length=misaligned(pages.length)
+                    )
+                    bounds = replace(
+                        bounds, both=misaligned(bounds.both), count=misaligned(bounds.count)
+                    )
+                select_pages(q, pages, bounds, reading, "triton")
+    assert {name: len(found) for name, found in keys.items()} == {
+        "bound_logits_kernel": 1,
+        "select_pages_kernel": 1,
+    }

@@ -1,0 +1,64 @@
+"""Bounds of keys by channel: their largest and smallest numbers, rounded outwards."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final
+
+import torch
+from jaxtyping import BFloat16, Bool, Float, Int
+from torch import Tensor
+
+from kv_paging.table import PageTable, spread
+from kv_paging.tokens import Stored
+from kv_policy import PagedTokens
+
+DTYPE: Final = torch.bfloat16  # 2 bytes for the range of float32
+READ: Final = 1 << 21  # numbers of keys that are decoded together
+
+
+def bound_bytes(dim: int) -> int:
+    """Return the bytes of the bounds of a page, whose keys have `dim` dimensions."""
+    return 2 * dim * DTYPE.itemsize
+
+
+def bound_decoded(
+    reader: Callable[..., Stored],
+    pages: PagedTokens,
+    count: Int[Tensor, " S"],
+    both: BFloat16[Tensor, "S T _"],
+) -> None:
+    """Do what `PageKernels.bound` does, with keys that some kernels decode, some at a time.
+
+    Synchronizes with the device.
+    """
+    tokens, table = pages.layout.tokens, PageTable.over(pages)
+    missing = (pages.length.flatten().long() // tokens - count).clamp(min=0)
+    total = int(missing.sum())
+    row, column = spread(count, missing, total)
+    size = max(1, READ // (tokens * pages.layout.format.key.dim))
+    for rows, columns in zip(row.split(size), column.split(size), strict=True):
+        page = table.lookup(rows, columns)[:, None, None]
+        alone = torch.arange(len(rows), device=row.device)
+        length = pages.length.new_full((len(rows), 1), tokens)
+        each = replace(pages, table=page, length=length, reverse=False, longest=tokens)
+        found = reader(each, alone, tokens, frozenset({"keys"}))
+        assert found.key is not None, "requested"
+        both[rows, columns] = bounds_of(found.key, found.held)
+
+
+def bounds_of(key: Float[Tensor, "S L D"], held: Bool[Tensor, "S L"]) -> BFloat16[Tensor, "S _"]:
+    """Return the largest numbers of the keys of each row, then the smallest, rounded outwards.
+
+    Those of a row without a key are below every query's other bounds.
+    """
+    gone, most = ~held[..., None], torch.finfo(key.dtype).max  # infinity times 0 is not a number
+    high = key.masked_fill(gone, -most).amax(1)
+    low = key.masked_fill(gone, most).amin(1)
+    return torch.cat((_upwards(high), -_upwards(-low)), 1)
+
+
+def _upwards(x: Float[Tensor, "*S"]) -> BFloat16[Tensor, "*S"]:
+    """Round to the next larger number that has 2 bytes."""
+    near = x.to(DTYPE)
+    infinity = torch.full_like(near, torch.inf)
+    return torch.where(near.to(x.dtype) < x, torch.nextafter(near, infinity), near)
