@@ -45,9 +45,11 @@ class Shadow:
         """Repeat every step that a builder makes, from now on."""
         build = builder.build
 
-        def built(prefix: int, given: Any, fast_build: bool = False) -> Any:
-            self._repeat(builder, given)
-            return build(prefix, given, fast_build)
+        def built(  # the names are vLLM's, of which some versions give them by name
+            common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+        ) -> Any:
+            self._repeat(builder, common_attn_metadata)
+            return build(common_prefix_len, common_attn_metadata, fast_build)
 
         builder.build = built
 
