@@ -53,7 +53,7 @@ def specs(size: Size, policies: Mapping[str, str], file: Path) -> dict[str, str]
     found = {}
     for name, policy in policies.items():
         text = policy.replace("FILE", str(file))
-        for tokens in (2160, 1080, 1024):
+        for tokens in (1080, 1024):
             text = text.replace(f"budget={tokens}", f"budget={tokens * size.length // LENGTH}")
         found[name] = str(parse(text))
     return found

@@ -39,7 +39,7 @@ POLICIES: Final[Mapping[str, str]] = {
     "snapkv_25": "snapkv:budget=1080+k8v4",
     "quest_25": "quest:budget=25%+k8v4",
     "quest_12": "quest:budget=12.5%+k8v4",
-    "quest_kv_compress": "kv-compress:budget=2160+k8v4+quest:budget=25%",
+    "quest_kv_compress": "kv-compress:budget=1080+k8v4+quest:budget=25%",
 }
 QUICK: Final = ("kv_compress_25", "razor_25", "headkv_25", "simlayerkv_25", "quest_25")
 
