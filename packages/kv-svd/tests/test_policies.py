@@ -398,7 +398,7 @@ def test_values_are_truncated_where_the_weights_rotate_them(made, file: Path) ->
 def test_a_fingerprint_is_of_the_values_and_not_of_the_ranks(made, file: Path, tmp_path) -> None:
     own = Zack(str(file), rate=0.4).value_fingerprint
     assert Zack(str(file), rate=0.1, ranks="uniform").value_fingerprint == own
-    keys = replace(made, key=made.key * 2).write(tmp_path / "keys")
+    keys = replace(made, key=made.key * 2).write(tmp_path / "keys", together=2)
     assert Zack(str(keys), rate=0.4).value_fingerprint == own
     values = replace(made, value=made.value.flip(-1)).write(tmp_path / "values")
     other = Zack(str(values), rate=0.4)
