@@ -151,7 +151,8 @@ def test_questions_are_answered_in_their_order() -> None:
     assert found == [{"first": 3.0, "kv_bytes": 10}, [0.5, 0.5], None, None]
 
 
-def test_a_process_answers_and_its_end_is_noticed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("before", [False, True], ids=["at once", "when it has ended"])
+def test_a_process_answers_and_its_end_is_noticed(tmp_path: Path, before: bool) -> None:
     script = tmp_path / "engine.py"
     script.write_text(
         "import json, sys\n"
@@ -166,6 +167,8 @@ def test_a_process_answers_and_its_end_is_noticed(tmp_path: Path) -> None:
     process = Process((sys.executable, str(script)), path, "it")
     assert process.versions == {"it": "1"}
     assert process.ask("steps", "w", count=7) == 7
+    if before:
+        process._process.wait()
     with pytest.raises(RuntimeError, match="the process of it ended with 3"):
         process.ask("steps", "w", count=7)
     process.end()

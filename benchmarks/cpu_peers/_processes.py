@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -48,15 +48,17 @@ class Process:
             RuntimeError: the process ended.
         """
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{json.dumps({'do': do, 'way': way, **given})}\n")
-        self._process.stdin.flush()
+        with suppress(BrokenPipeError):  # it has ended, which the missing answer tells
+            self._process.stdin.write(f"{json.dumps({'do': do, 'way': way, **given})}\n")
+            self._process.stdin.flush()
         return self._answer()
 
     def end(self) -> None:
         """End it, as there are no more questions."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.close()
+        with suppress(BrokenPipeError):  # of a question that it did not read
+            self._process.stdin.close()
         self._process.wait()
         self._process.stdout.close()
 
