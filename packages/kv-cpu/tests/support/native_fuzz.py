@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 import native_judge
+import native_maps
 from kv_cpu import missing, runnable
 from native_calls import Arena, Arg, Call, Maker, bend, bytes_of
 
@@ -115,7 +116,7 @@ def fault_of(call: Call, arena: Arena, random: Random) -> tuple[str | None, bool
             return f"result {i} is {x.flatten()[:8].tolist()}, not {bounds}", False
     if call.name == "decode_rows":
         native_judge.settle_scores(args, copies)
-        native_judge.settle_maps(args, copies)
+        native_maps.settle_maps(args, copies)
     for i, (x, y) in enumerate(zip(tensors_in(args), tensors_in(copies), strict=True)):
         if x is not output and not _equal(x, y):
             return f"tensor {i} differs from the reference", False

@@ -16,6 +16,7 @@ from torch import Tensor
 from kv_policy import PlaneLayout, RawCodec
 from kv_policy.described import LEVELS, NUMBERS
 from kv_quant import IntegerCodec, reference
+from native_maps import bases_of, multiplied, stored_rows
 
 DTYPES: Final = {number: dtype for dtype, number in NUMBERS.items()}
 SIZES: Final = {1: 4, 2: 2, 3: 2}
@@ -372,48 +373,6 @@ def decode_rows(
         of = tensors[4 * i : 4 * i + 4], part, running[2 * i + 2 :][:2]
         renew(*of, position, bounds[2 * i].low[0], *running[:2])
     return result + bounds[-2:]
-
-
-def bases_of(maps, kinds, heads):
-    """Return the maps by kind; the shift of keys is the last kind."""
-    if sorted(set(kinds)) != list(kinds) or len(maps) != len(kinds):
-        raise IndexError(f"maps of kinds {kinds}")
-    for x, kind in zip(maps, kinds, strict=True):
-        at(range(5), kind)
-        if x.dtype not in NUMBERS or (x.dim() == 3 and len(x) != heads) or x.dim() > 3:
-            raise IndexError(f"a map {x.shape} in {x.dtype}")
-        [at(range(1, 1025), size - 1) for size in x.shape[-2:]]
-    found = dict(zip(kinds, maps, strict=True))
-    if 4 in found and found[4].shape != (heads, found[0].shape[-2]):
-        raise IndexError("a shift")
-    return found
-
-
-def multiplied(x, matrix):
-    """Return the products of vectors by row and head, in float64."""
-    if matrix is None:
-        return x.double()
-    count = len(matrix) if matrix.dim() == 3 else 1
-    grouped = x.double().unflatten(1, (count, -1))
-    return ((grouped @ matrix.double()) + 0.0).flatten(1, 2)
-
-
-def stored_rows(key, value, bases):
-    """Return keys and values as they are stored."""
-    less = key - bases[4].to(key.dtype) if 4 in bases else key
-    each = (less, bases.get(0)), (value, bases.get(2))
-    return [multiplied(x, matrix).float().to(x.dtype) for x, matrix in each]
-
-
-def settle_maps(args, copies) -> None:
-    """Set what is stored and copied to the reference's where that is infinite or NaN after maps."""
-    key, value, maps, kinds = copies[1], copies[2], copies[17], copies[18]
-    both = stored_rows(key, value, dict(zip(kinds, maps, strict=True)))
-    if all(x.isfinite().all() for x in both):
-        return
-    for x, y in zip((*args[14][:1], *args[16]), (*copies[14][:1], *copies[16]), strict=True):
-        wild = ~y.isfinite() if x.is_floating_point() else torch.ones_like(x).bool()
-        x.copy_(torch.where(wild, y, x))
 
 
 def renew(tensors, numbers, offsets, position, mass, last, over):

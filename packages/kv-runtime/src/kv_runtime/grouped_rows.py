@@ -1,33 +1,13 @@
 """A decode step on queries by KV head, as one on an engine's rows: both are the same memory."""
 
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable
 
 from jaxtyping import Float
 from torch import Tensor
 
 
-@runtime_checkable
-class AttendsRows(Protocol):
-    """A cache that decodes on rows."""
-
-    def attend_rows(
-        self,
-        layer: int,
-        query: Float[Tensor, "m Q D"],
-        key: Float[Tensor, "m H D"],
-        value: Float[Tensor, "m H Dv"],
-        scale: float,
-        output: Float[Tensor, "m Q Dv"],
-        first: int,
-        softcap: float | None = None,
-        sinks: Float[Tensor, "H G"] | None = None,
-    ) -> bool:
-        """Do what `PolicyCache.attend` does, or return False."""
-        ...
-
-
 def attend_grouped(
-    cache: AttendsRows,
+    attend_rows: Callable[..., bool],
     layer: int,
     query: Float[Tensor, "B H G Lq D"],
     key: Float[Tensor, "B H L D"],
@@ -36,7 +16,17 @@ def attend_grouped(
     softcap: float | None,
     sinks: Float[Tensor, "H G"] | None,
 ) -> Float[Tensor, "B Hv G Lq Dv"] | None:
-    """Do what `PolicyCache.attend` does by `attend_rows`, if there is one token of each sequence.
+    """Do what `PolicyCache.attend` does, by rows, if there is one token of each sequence.
+
+    Args:
+        attend_rows: `PolicyCache.attend_rows` of the cache.
+        layer: the layer.
+        query: queries by KV head.
+        key: their keys.
+        value: their values.
+        scale: as for `PolicyCache.attend`.
+        softcap: the same.
+        sinks: the same.
 
     Returns:
         The attention; None: the pass needs more, and nothing has been done.
@@ -45,7 +35,7 @@ def attend_grouped(
         return None
     q, k, v = query[:, :, :, 0].flatten(1, 2), key[:, :, 0], value[:, :, 0]
     out = q.new_empty(*q.shape[:2], v.shape[2])
-    if not cache.attend_rows(layer, q, k, v, scale, out, 0, softcap, sinks):
+    if not attend_rows(layer, q, k, v, scale, out, 0, softcap, sinks):
         return None
     found: Tensor = out.unflatten(1, (key.shape[1], -1)).unsqueeze(3)
     return found

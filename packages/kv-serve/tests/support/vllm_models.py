@@ -4,13 +4,16 @@ import importlib.util
 import json
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
+
+from kv_serve.vllm.versions import minor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+NO_TORCHVISION: Final = (5, 19)  # transformers reads pictures without it from here on
 TINY: dict[str, Any] = {
     "vocab_size": 256,
     "hidden_size": 128,
@@ -164,6 +167,7 @@ def write_vision(folder: Path) -> None:
     A test of it is skipped where transformers reads its pictures with torchvision alone.
     """
     import torch
+    import transformers
     from transformers import (
         Idefics3Config,
         Idefics3ForConditionalGeneration,
@@ -175,10 +179,10 @@ def write_vision(folder: Path) -> None:
     around = ("<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
     longest = {"longest_edge": side}
     sizes = {"size": longest, "max_image_size": longest, "do_image_splitting": False}
-    try:
-        reader = Idefics3ImageProcessorPil(**sizes)
-    except ImportError as error:
-        pytest.skip(f"these pictures cannot be read here: {' '.join(str(error).split())}")
+    older = minor(transformers.__version__) or NO_TORCHVISION
+    if older < NO_TORCHVISION and importlib.util.find_spec("torchvision") is None:
+        pytest.skip("transformers before 5.19 reads pictures with torchvision, which is missing")
+    reader = Idefics3ImageProcessorPil(**sizes)
     tokenizer = tokenizer_of(image, *around)
     text = {name: value for name, value in TINY.items() if name != "torch_dtype"}
     vision = {

@@ -18,9 +18,8 @@ INDEXED: Final = "indexed_attention"  # to the tokens that an indexer selects fo
 BOTH: Final = "hybrid"  # full attention beside a state of fixed size, in one layer
 DUMMY: Final = "dummy"  # no cache
 # What the caches of some types take; transformers before 5.19 has one set of arguments for all.
-WINDOWED: Final = ("sliding_attention", "hybrid_sliding", "chunked_attention")
 TAKEN: Final[Mapping[str, Sequence[str]]] = {
-    "sliding_window": WINDOWED,
+    "sliding_window": ("sliding_attention", "hybrid_sliding", "chunked_attention"),
     "number_of_states": ("conv", "linear_attention", BOTH, "hybrid_sliding"),
     "config": ("heavily_compressed_attention", "compressed_sparse_attention"),
 }
