@@ -297,11 +297,9 @@ class PolicyCache:
             checks.check_shift(self.policy, self.bases.key_maps[layer], softcap, sinks)
         checks.check_prefix(self.shape, key, value)
         if self._in_rows and not more and expanded is None and chosen is None and out is None:
-            decoded = attend_grouped(
-                self.attend_rows, layer, query, key, value, scale, softcap, sinks
-            )
-            if decoded is not None:
-                return decoded
+            done = attend_grouped(self.attend_rows, layer, query, key, value, scale, softcap, sinks)
+            if done is not None:
+                return done
         value_dim, unprojected = value.shape[-1], (key, value)
         if self.bases is not None:
             query = self.bases.queries(layer, query)
