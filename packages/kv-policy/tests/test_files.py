@@ -165,6 +165,9 @@ class Form(msgspec.Struct):
     ("data", "says"),
     [
         (b'{"a": ["\xff"]}', "it is not UTF-8 text"),
+        (b'{"a": ["', "truncated"),
+        (b'{"a": ["x\xff"', "it is not UTF-8 text"),
+        (b'{"a": ["\xed\xa0\x80"]}', "it is not UTF-8 text"),
         (b'{"a": ' + b"[" * 100_000, "nested too deep"),
         (b"{", "truncated"),
         (b'{"a": 1}', "Expected `array`"),
