@@ -119,6 +119,24 @@ void copy_tokens(const View& from, int64_t first, const View& to) {
       std::memcpy(const_cast<uint8_t*>(copies.at(b, h)), rows.at(b, h), to.size(2) * to.item);
 }
 
+// Raises if the scores of a part, which are written, share bytes with another field of its pages.
+void check_scores(Label label, const Part& part, int64_t score, int64_t position) {
+  const int64_t end = score + 4 * part.tokens;
+  auto apart = [&](int64_t first, int64_t bytes) {
+    if (score < first + bytes && first < end)
+      refuse(label, " is ", score, ", up to ", end, "; from ", first, " to ", first + bytes,
+             " the page has another field");
+  };
+  for (int which = 0; which < 2; ++which) {
+    const Format& format = which ? part.value : part.key;
+    apart(part.offset[2 * which], part.tokens * format.bytes());
+    if (format.groups)
+      apart(part.offset[2 * which + 1], part.tokens / format.share * format.meta_bytes());
+  }
+  for (const int64_t positions : {position, part.position_offset})
+    if (positions >= 0) apart(positions, 4 * part.tokens);
+}
+
 // Reads how scores of stored tokens are updated: not at all, or the maximum weight of the past in a
 // mean (-1: no limit), the divisor of a sum (0: a mean), and per part in pages the offset of scores
 // and that of positions (-1: they are given).
@@ -151,6 +169,7 @@ void read_renewal(Job& job, const std::vector<int64_t>& numbers,
       check_rows({"offset of positions of part ", at}, position, part.tokens, 4, data.size(1));
     else if (!part.place)
       refuse("part ", at, " has no positions, in pages or given; updating scores needs them");
+    check_scores({"offset of scores of part ", at}, part, score, position);
     part.score = score, part.stored_position = position;
     for (size_t j = 0; j < i; ++j) {
       const View other = pages_of(tensors[4 * j], Use::kWrites);

@@ -216,6 +216,27 @@ def test_numbers_of_a_tier_are_refused_by_name(name, what):
     assert torch.equal(before, call.args[0])
 
 
+@pytest.mark.parametrize("field", ["keys", "values", "positions", "positions to update with"])
+def test_scores_share_no_bytes_with_another_field(field):
+    makers = (Maker(Random(i), runnable()) for i in range(1000))
+    drawn = (maker.decode_rows() for maker in makers)
+    args = next(args for args in drawn if args[10] and args[10][3] >= 0)
+    numbers, running = args[7], args[10]
+    if field == "keys":
+        running[2] = numbers[12]
+    elif field == "values":
+        running[2] = numbers[14]
+    elif field == "positions":
+        numbers[16] = running[2]
+    else:
+        running[2] = running[3]
+    before = args[6][0].clone()
+    message = rf"^offset of scores of part 0 is {running[2]}, up to .* the page has another field"
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.kv_cpu.decode_rows(*args)
+    assert torch.equal(before, args[6][0])
+
+
 def test_memory_that_is_written_is_shared_with_nothing():
     call = valid("page_rescore")
     data, table = call.args[:2]

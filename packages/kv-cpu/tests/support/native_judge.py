@@ -379,6 +379,7 @@ def renew(tensors, numbers, offsets, position, mass, last, over):
     """Update the scores of a part's tokens in its pages; unknown ones are NaN."""
     data, table, _, place = tensors
     tokens, reverse = numbers[11], numbers[17]
+    apart_from_scores(numbers, offsets)
     for b, h in itertools.product(*map(range, mass.shape[:2])):
         query = int(position[b])
         if query < 0:
@@ -396,6 +397,18 @@ def renew(tensors, numbers, offsets, position, mass, last, over):
             past = max(0, min(query - 1 - where, last if last >= 0 else 2**31))
             new = old + given / over if over > 0 else (old * past + given) / (past + 1)
             score.copy_(new.float().view(torch.uint8))
+
+
+def apart_from_scores(numbers, offsets) -> None:
+    """Raise if scores share bytes with another field of a page."""
+    tokens, *places = numbers[11:17]
+    fields = [(place, 4 * tokens) for place in (places[4], offsets[1]) if place >= 0]
+    for form, share, at in zip(formats_of(numbers, PART), numbers[18:20], (0, 2), strict=True):
+        fields.append((places[at], form.bytes * tokens))
+        fields.append((places[at + 1], form.meta * (tokens // share)))
+    for first, size in fields:
+        if size and offsets[0] < first + size and first < offsets[0] + 4 * tokens:
+            raise IndexError(f"scores at {offsets[0]}, another field at {first}")
 
 
 def settle_scores(args, copies) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from live_engine import ends
+from vllm_models import NEEDS_TOKENIZER
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -183,6 +184,7 @@ def natural(smollm2: str) -> list[int]:
 
 
 @pytest.mark.model
+@NEEDS_TOKENIZER
 def test_a_gate_shares_the_budget_among_the_heads_of_a_real_model(
     gated: "LLM", smollm2: str, natural: list[int]
 ) -> None:

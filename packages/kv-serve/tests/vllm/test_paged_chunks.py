@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from vllm_models import NEEDS_TOKENIZER
+
 if TYPE_CHECKING:
     from vllm import LLM
 
@@ -50,6 +52,7 @@ def test_prompts_in_chunks_the_last_of_one_token_go_on_as_they_must(
 
 
 @pytest.mark.model
+@NEEDS_TOKENIZER
 def test_a_threshold_frees_blocks_after_every_chunk(
     start: Start, smollm2: str, patterns: Patterns
 ) -> None:

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from vllm_models import NEEDS_TOKENIZER
+
 if TYPE_CHECKING:
     from vllm import LLM
 
@@ -15,7 +17,7 @@ Patterns = list[tuple[list[int], list[int]]]
 Start = Callable[..., AbstractContextManager["LLM"]]
 POLICIES = (
     "kv-compress:rate=2+k8v4",
-    "gate:file=smollm2-135m,budget=128,window=8+k8v4",
+    pytest.param("gate:file=smollm2-135m,budget=128,window=8+k8v4", marks=NEEDS_TOKENIZER),
     "leankv",
     "snapkv:budget=128+k8v4",
     "k4v4:keys=channel,block=32,window=32",

@@ -42,6 +42,9 @@ def test_conversion_keeps_weights_and_tokenizer(tiny_gguf: Path, tiny_converted:
     assert loaded.tokenizer.decode(loaded.tokenizer.encode(text)) == text
     assert loaded.tokenizer.chat_template == original.chat_template == TEMPLATE
     assert loaded.model.generation_config.eos_token_id == 2
+    own = loaded.tokenizer
+    named = (own.unk_token_id, own.bos_token_id, own.eos_token_id, own.pad_token_id)
+    assert named == (0, 1, 2, 2)  # as the file says
     assert "quantization_config" not in json.loads((tiny_converted / "config.json").read_text())
 
 

@@ -6,7 +6,7 @@ import re
 import shutil
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from safetensors import SafetensorError
@@ -16,8 +16,12 @@ from kv_transformers.models.folder import plain, written
 from kv_transformers.models.quiet import muted, quiet
 from kv_transformers.models.source import ModelError, Progress, Source
 
-FORMAT = 1  # of the converted folder; a folder with another number is converted again
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+FORMAT = 2  # of the converted folder; a folder with another number is converted again
 MANIFEST = "kv-serve.json"
+_SPECIAL = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
 _NEEDED = frozenset({"config.json"})
 
 
@@ -185,6 +189,7 @@ def _convert(source: Source, folder: Path, progress: Progress) -> None:
                 tokenizer = AutoTokenizer.from_pretrained(
                     where, gguf_file=file, trust_remote_code=False
                 )
+            _name_special_tokens(source.path, tokenizer)
             progress(f"converting {file}: unpacking the weights")
             with muted():
                 model = AutoModelForCausalLM.from_pretrained(
@@ -211,6 +216,22 @@ def _convert(source: Source, folder: Path, progress: Progress) -> None:
         progress(f"converting {file}: writing safetensors")
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+
+
+def _name_special_tokens(path: Path, tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Give a tokenizer the special tokens of its GGUF file.
+
+    transformers before 5.18 leaves some out and reads the beginning for the end.
+    """
+    from gguf import GGUFReader
+
+    fields = GGUFReader(path).fields
+    for kind, name in _SPECIAL.items():
+        if (given := fields.get(f"tokenizer.ggml.{name}_token_id")) is None:
+            continue
+        token = tokenizer.convert_ids_to_tokens(int(given.contents()))
+        if getattr(tokenizer, kind) != token:
+            setattr(tokenizer, kind, token)
 
 
 def _unpacked() -> dict[str, Any]:
