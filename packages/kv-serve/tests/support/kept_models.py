@@ -9,8 +9,11 @@ from kv_serve.vllm.versions import installed, minor
 from vllm_models import write_config, write_weights
 
 LONGEST, BLOCK = 1024, 32
-# Models whose convolutions vLLM computes in float32 on a CPU, from this version on.
-CONVOLVED: Final = {"granite4": (0, 32)}
+# Models that vLLM computes on a CPU from this version on, and what it lacked before.
+LACKING: Final = {
+    "granite4": ((0, 32), "float32 convolution"),
+    "gpt_oss": ((0, 31), "float32 sinks"),
+}
 MIXED = ["sliding_attention", "full_attention"] * 2
 GEMMA3 = ("Gemma3ForCausalLM", "gemma3_text", {"layer_types": MIXED, "sliding_window": 48})
 EXPERTS = {
@@ -65,7 +68,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "layer_types": [*MIXED, "full_attention", "full_attention"],
             "sliding_window": 48,
             "global_head_dim": 64,
-            "hidden_size_per_layer_input": 0,
+            "hidden_size_per_layer_input": 16,
             "vocab_size_per_layer_input": 256,
             "num_kv_shared_layers": 2,
         },
@@ -117,9 +120,10 @@ def folder_of(made: Path, name: str, *, weights: bool = True, **more: Any) -> st
 
     A test of a model that the installed vLLM cannot run on a CPU is skipped.
     """
-    first, here = CONVOLVED.get(name), minor(installed() or "")
-    if first and here and here < first:
-        pytest.skip(f"vLLM before {first[0]}.{first[1]} has no float32 convolution on a CPU")
+    here = minor(installed() or "")
+    if here and name in LACKING and here < LACKING[name][0]:
+        (major, least), what = LACKING[name]
+        pytest.skip(f"vLLM before {major}.{least} has no {what} on a CPU")
     architecture, kind, own = MODELS[name]
     given = {
         "num_hidden_layers": 4,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from kv_serve.vllm.versions import minor
+from kv_serve.vllm.versions import installed, minor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -188,6 +188,8 @@ def write_vision(folder: Path) -> None:
     older = minor(transformers.__version__) or NO_TORCHVISION
     if older < NO_TORCHVISION and importlib.util.find_spec("torchvision") is None:
         pytest.skip("transformers before 5.19 reads pictures with torchvision, which is missing")
+    if minor(installed() or "") == (0, 30):
+        pytest.skip("vLLM 0.30 takes the pictures of this model for padding")
     reader = Idefics3ImageProcessorPil(**sizes)
     tokenizer = tokenizer_of(image, *around)
     text = {name: value for name, value in TINY.items() if name != "torch_dtype"}

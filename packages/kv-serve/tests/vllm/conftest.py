@@ -140,6 +140,7 @@ def start(_few_objects: None) -> Callable[..., AbstractContextManager["LLM"]]:
     def running(
         model: str, policy: object = None, poison: bool = False, **options: Any
     ) -> Iterator["LLM"]:
+        import vllm
         from vllm import LLM
 
         named: dict[str, object] = {} if policy is None else {"kv_policy": policy}
@@ -148,6 +149,8 @@ def start(_few_objects: None) -> Callable[..., AbstractContextManager["LLM"]]:
         try:
             engine = LLM(model, **given)
             try:
+                if "speculative_config" in options and minor(vllm.__version__) == (0, 30):
+                    pytest.skip("vLLM 0.30 cannot verify drafts on a CPU")
                 yield engine
             finally:
                 engine.llm_engine.engine_core.shutdown()
