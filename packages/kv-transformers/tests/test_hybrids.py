@@ -161,6 +161,20 @@ def test_the_policy_stores_layers_of_full_attention_alone(name) -> None:
     assert len(set(kinds)) > 1 or kinds[0] == "hybrid"
 
 
+@pytest.mark.parametrize("name", ["shared keys", "shared, not cut"])
+def test_layers_that_read_others_score_by_all_queries(name) -> None:
+    model, prompt = made(name), torch.arange(3, 63)[None]
+    found = []
+    for kept in (0, 1):
+        cache = CompressedCache(model, "snapkv:budget=12,window=4")
+        with torch.no_grad():
+            logits = model(prompt, **passing(model, cache), logits_to_keep=kept).logits[:, -1]
+            after = model(prompt[:, :1], **passing(model, cache)).logits[:, -1]
+        found.append((logits, after))
+    assert torch.allclose(found[0][0], found[1][0], atol=1e-4)
+    assert torch.allclose(found[0][1], found[1][1], atol=1e-4)  # from the same tokens
+
+
 @hybrids
 def test_arguments_that_are_one_set_for_all_layers(name, monkeypatch) -> None:
     """As transformers before 5.19 gives them: a layer has those alone that its type takes."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from kv_transformers.attention import configured, switched
-from kv_transformers.drafting import drafts_of, unread
+from kv_transformers.drafting import KEPT, drafts_of, unread
 from kv_transformers.folded import FOLDED
 from kv_transformers.fresh_layer import AttendingCache
 from kv_transformers.running import current, enter, leave
@@ -81,6 +81,15 @@ class Switch:
             changed = args, kwargs
         if cache is not None or self.active:
             self._enter(module, cache, args, kwargs)
+        if (
+            cache is not None
+            and cache.shares
+            and KEPT in kwargs
+            and vars(module).get(_SWITCH) is self
+        ):
+            # Since 5.24 layers that read others' keys otherwise have the queries of these tokens
+            # alone, by which a policy would score. What the head reads is selected after the decoder.
+            changed = args, kwargs | {KEPT: 0}
         return changed
 
     def _end(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
