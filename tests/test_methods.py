@@ -9,6 +9,7 @@ import yaml
 
 from kv_evict.heads_calibration import HeadsCalibration
 from kv_policy import CacheShape, Calibrated, installed, load, parse
+from kv_quant.level_calibration import LevelCalibration
 from kv_svd import Calibration
 from tools.methods import CITING, FOLDER, INTEGER, PLAIN, ROOT, ours, page_of, written
 
@@ -41,6 +42,9 @@ def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     heads = HeadsCalibration(shape, 200)
     heads.see(0, query, key, value)
     heads.write(folder / "heads.safetensors", facts)
+    levels = LevelCalibration(shape)
+    levels.see(0, query, key, value)
+    levels.write(folder / "levels.json", facts)
     return folder
 
 
