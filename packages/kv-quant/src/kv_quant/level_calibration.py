@@ -1,6 +1,7 @@
 """Collection of what levels are fitted to, for `kv-serve calibrate levels`."""
 
 from collections.abc import Mapping
+from math import sqrt
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
@@ -162,7 +163,7 @@ class LevelCalibration:
         sums = self._sums[kind][self.outliers.index(outliers)]
         top = len(levels) - 1
         lost = squared_error(sums, tuple(level / top for level in levels))
-        return (lost / int(self._passes.sum())) ** 0.5
+        return sqrt(lost / int(self._passes.sum()))
 
     def write(self, path: Path, facts: Calibrated) -> None:
         """Write the levels atomically.
