@@ -9,13 +9,50 @@ import yaml
 
 from kv_evict.heads_calibration import HeadsCalibration
 from kv_policy import CacheShape, Calibrated, installed, load, parse
+from kv_quant.level_calibration import LevelCalibration
 from kv_svd import Calibration
-from tools.methods import CITING, FOLDER, INTEGER, PLAIN, ROOT, ours, page_of, written
+from tools.lines import MOST, code_lines, counted
+from tools.methods import (
+    CITING,
+    FOLDER,
+    INTEGER,
+    LONGER,
+    PLAIN,
+    ROOT,
+    lengths,
+    ours,
+    page_of,
+    written,
+)
 
 NAMES = ours()
 PAGES = sorted(FOLDER.glob("*.md"))
 TITLE = re.compile(r"^  title  = \{(.+)\},$", re.MULTILINE)
 EPRINT = re.compile(r"eprint = \{([\d.]+)\}")
+METHOD = '''"""A method.
+
+Of two lines.
+"""
+
+import os  # a comment
+from os import (
+    path,
+)
+
+TEXT = """One,
+
+and three."""
+
+
+# Why.
+def two():
+    """Two."""
+
+    return (
+        1,  # one
+        2,
+    )
+'''
 EXAMPLES = re.compile(r"^##+ Example\n\n```\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 each_page = pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
@@ -41,6 +78,9 @@ def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     heads = HeadsCalibration(shape, 200)
     heads.see(0, query, key, value)
     heads.write(folder / "heads.safetensors", facts)
+    levels = LevelCalibration(shape)
+    levels.see(0, query, key, value)
+    levels.write(folder / "levels.json", facts)
     return folder
 
 
@@ -63,6 +103,29 @@ def test_a_table_that_went_stale_is_noticed() -> None:
     stale = text.replace("| `window` | int | `32` |", "| `window` | int | `64` |")
     assert stale != text
     assert written(stale) == text
+
+
+def test_methods_of_more_lines_say_why() -> None:
+    found = lengths()
+    assert {name for name, each in found.items() if each.own > MOST} == {*LONGER}
+    assert all(each.own > 0 for each in found.values())
+
+
+def test_lines_are_those_of_code(tmp_path: Path) -> None:
+    (tmp_path / "method.py").write_text(METHOD)
+    assert code_lines(tmp_path / "method.py") == 3 + 1 + 4
+
+
+def test_lines_of_a_file_that_methods_share_are_counted_apart() -> None:
+    """Those of another method are, too."""
+    names = {name: f"kv_evict.{name}" for name in ("h2o", "d2o", "kvmerger", "tova")}
+    found, folder = counted(names), ROOT / "packages" / "kv-evict" / "src" / "kv_evict"
+    assert found["tova"].own == code_lines(folder / "tova.py")
+    assert found["h2o"].own == code_lines(folder / "h2o.py")
+    assert found["h2o"].shared >= code_lines(folder / "heavy_hitters.py")
+    assert found["kvmerger"].own == code_lines(folder / "kvmerger.py")
+    assert found["kvmerger"].shared >= code_lines(folder / "d2o.py")
+    assert counted({"d2o": names["d2o"]})["d2o"].shared == 0
 
 
 def test_formats_that_share_a_page_share_what_it_says() -> None:

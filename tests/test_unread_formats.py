@@ -7,20 +7,34 @@ from attention_cases import Case, pack
 from kv_attention import DenseTokens, all_backends
 from kv_attention.gpu.backend import declined as declined_on_gpu
 from kv_paging import select_page_kernels, torch_kernels
-from kv_policy import CacheShape, PagedTokens, parse, tier_formats
+from kv_policy import CacheShape, Calibrated, PagedTokens, parse, tier_formats
+from kv_quant.level_calibration import LevelCalibration
 
 FORMATS = (
     "k4v4:outliers=1",
     "k3v3:group=16,outliers=2",
     "k4v4:levels=normal,outliers=1",
     "k8v4:levels=bfp,group=16",
+    "k4v3:levels=fitted,file=FILE",
+    "k3v3:levels=fitted,outliers=1,file=FILE",
 )
 SHAPE = CacheShape(layers=1, kv_heads=2, group=3, key_dim=40, value_dim=24)
 
 
-def case_of(name: str, queries: int) -> Case:
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A file of levels that were fitted to random vectors."""
+    path = tmp_path_factory.mktemp("levels") / "levels.json"
+    found, draw = LevelCalibration(SHAPE), torch.Generator().manual_seed(1)
+    sizes = (1, 2, 3, 50, 40), (1, 2, 50, 40), (1, 2, 50, 24)
+    found.see(0, *(torch.randn(size, generator=draw) for size in sizes))
+    found.write(path, Calibrated("random", "0123", "-", "-"))
+    return str(path)
+
+
+def case_of(name: str, queries: int, file: str) -> Case:
     """A cache of table rows of several lengths, in pages with slots that hold no token."""
-    (form,) = tier_formats(parse(name), SHAPE)
+    (form,) = tier_formats(parse(name.replace("FILE", file)), SHAPE)
     draw = torch.Generator().manual_seed(3)
     key = torch.randn(2, 2, 23, 40, generator=draw)
     key[..., 5] *= 20
@@ -36,8 +50,10 @@ def case_of(name: str, queries: int) -> Case:
 
 @pytest.mark.parametrize("queries", [1, 9])
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_backend_attends_to_what_the_codec_decodes(name: str, queries: int) -> None:
-    case = case_of(name, queries)
+def test_every_backend_attends_to_what_the_codec_decodes(
+    name: str, queries: int, file: str
+) -> None:
+    case = case_of(name, queries, file)
     expected = case.attend(backend="reference").out.double()
     for backend, entry in all_backends().items():
         if entry.missing() is None and (not entry.devices or "cpu" in entry.devices):
@@ -46,11 +62,11 @@ def test_every_backend_attends_to_what_the_codec_decodes(name: str, queries: int
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_kernels_say_that_they_do_not_read_them(name: str) -> None:
+def test_kernels_say_that_they_do_not_read_them(name: str, file: str) -> None:
     pytest.importorskip("kv_cpu")
     from kv_cpu.backend import declined
 
-    case = case_of(name, 1)
+    case = case_of(name, 1, file)
     assert "is read and written by its own code" in str(declined(case.inputs()))
     (pages,) = case.pages
     assert isinstance(pages, PagedTokens)

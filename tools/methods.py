@@ -1,4 +1,4 @@
-"""The generated tables in docs/methods: each method's source and parameters, from its class.
+"""The generated tables in docs/methods: each method's source, parameters and lines of code.
 
 `python -m tools.methods` writes them into the pages; a test fails if one is out of date. The rest
 of a page is written by hand, around a block that starts with `<!-- facts of NAME -->`.
@@ -6,10 +6,13 @@ of a page is written by hand, around a block that starts with `<!-- facts of NAM
 
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Final
 
 from kv_policy import Part, installed, load
 from kv_policy.files import write_whole
+from tools.lines import MOST, Lines, counted
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "methods"
@@ -21,6 +24,20 @@ OURS = {
 }
 BLOCK = re.compile(r"^<!-- facts of ([\w-]+) -->\n.*?^<!-- end of facts -->$", re.M | re.S)
 SOURCES = re.compile(r"^<!-- sources -->\n.*?^<!-- end of sources -->$", re.M | re.S)
+LINES = re.compile(r"^<!-- lines of methods -->\n.*?^<!-- end of lines -->$", re.M | re.S)
+# What is longer than MOST lines, and why.
+LONGER: Final[Mapping[str, str]] = {
+    "cake": "scores, budgets of layers, and variances from sums",
+    "fastgen": "four strategies, in prompts and in decode steps",
+    "formats": "seven codecs, each with its bound",
+    "gate": "a network per head, its file, and kernels",
+    "hadamard": "matrices of any size, and pairs of maps",
+    "kv-compress": "plans of prompts and of decode steps, in pages",
+    "kvcrush": "bits of heads, and buckets",
+    "leankv": "two tiers, thresholds, and its profile",
+    "r-kv": "similarities in blocks, and plans from time to time",
+    "zack": "a model whose weights hold the basis, and a rate that was searched",
+}
 INTEGER = re.compile(r"k\dv\d")
 PLAIN = ("raw", "bf16", "fp16", "fp32")
 
@@ -78,14 +95,34 @@ def sources() -> str:
     return "\n".join(["| method | source |", "|---|---|", *rows])
 
 
+def lengths() -> dict[str, Lines]:
+    """Return the lines of code of each method, by the name of its page."""
+    found = installed()
+    modules = {name: found[name].value.partition(":")[0] for name in ours() if name not in PLAIN}
+    return {page_of(name).stem: each for name, each in counted(modules).items()}
+
+
+def line_counts() -> str:
+    """Return the table of lines of code, with one row for all formats."""
+    rows = [
+        f"| [{stem}]({stem}.md) | {each.own} | {each.shared or ''} | {LONGER.get(stem, '')} |"
+        for stem, each in sorted(lengths().items())
+    ]
+    head = f"| method | lines | shared | more than {MOST} |"
+    return "\n".join([head, "|---|---:|---:|---|", *rows])
+
+
 def written(page: str) -> str:
-    """Return a page with up-to-date facts in each block."""
+    """Return a page with each block as it is now."""
 
     def block(found: re.Match[str]) -> str:
         name = found[1]
         return f"<!-- facts of {name} -->\n\n{facts(load(name))}\n\n<!-- end of facts -->"
 
     page = BLOCK.sub(block, page)
+    page = LINES.sub(
+        lambda _: f"<!-- lines of methods -->\n\n{line_counts()}\n\n<!-- end of lines -->", page
+    )
     return SOURCES.sub(
         lambda _: f"<!-- sources -->\n\n{sources()}\n\n<!-- end of sources -->", page
     )

@@ -9,6 +9,7 @@ from kv_policy import (
     calibrator,
     load_calibrator,
     load_head_calibrator,
+    load_level_calibrator,
     registry,
 )
 
@@ -68,3 +69,18 @@ def test_calibrators_of_heads_have_a_group_of_their_own(monkeypatch: pytest.Monk
         load_head_calibrator("number")
     with pytest.raises(ValueError, match="unknown calibration 'heads'; choose one of: none"):
         load_calibrator("heads")
+
+
+def test_calibrators_of_levels_have_a_group_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = {
+        calibrator.LEVEL_CALIBRATION: [
+            EntryPoint("levels", "kv_policy.shape:CacheShape", calibrator.LEVEL_CALIBRATION),
+            EntryPoint("number", "kv_policy.calibrator:CALIBRATION", calibrator.LEVEL_CALIBRATION),
+        ]
+    }
+    monkeypatch.setattr(registry, "entry_points", lambda group: made.get(group, []))
+    assert load_level_calibrator("levels").__name__ == "CacheShape"
+    with pytest.raises(BrokenPolicyError, match=r"factory of a kv_policy\.LevelCalibrator"):
+        load_level_calibrator("number")
+    with pytest.raises(ValueError, match="unknown calibration 'levels'; choose one of: none"):
+        load_calibrator("levels")

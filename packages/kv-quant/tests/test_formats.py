@@ -3,7 +3,17 @@ from importlib.metadata import entry_points
 import pytest
 import torch
 
-from kv_policy import CacheShape, Formats, KVPolicy, PageLayout, TokenFormat, parse
+from fitted_cases import fitted, written
+from kv_policy import (
+    CacheShape,
+    Formats,
+    KVPolicy,
+    NotCalibratedError,
+    PageLayout,
+    TokenFormat,
+    parse,
+    read_formats,
+)
 from kv_policy.testing import check_policy
 from kv_quant import (
     BlockFloatCodec,
@@ -11,6 +21,7 @@ from kv_quant import (
     CodebookCodec,
     IntegerCodec,
     IntegerFormat,
+    LevelsCodec,
     OutlierCodec,
     RowsCodec,
     formats,
@@ -137,6 +148,55 @@ def test_levels_of_a_codebook_are_for_keys_and_values(name):
     assert tier.value == CodebookCodec(48, int(name[3]))
     assert part.capabilities.shares_prefixes
     assert str(part) == f"{name}:levels=normal"
+
+
+@pytest.mark.parametrize("outliers", [0, 2])
+@pytest.mark.parametrize("name", ["k4v4", "k4v3", "k3v3", "k2v1"])
+def test_fitted_levels_are_those_of_the_file(name, outliers, tmp_path):
+    file = written(tmp_path)
+    more = f",outliers={outliers}" if outliers else ""
+    part = parse(f"{name}:levels=fitted{more},file={file}")
+    (tier,) = part.formats.bind(shape(64, 48))
+    keys, values = (fitted().of(int(name[i]), outliers) for i in (1, 3))
+    codecs = (
+        LevelsCodec(64, int(name[1]), keys.keys),
+        LevelsCodec(48, int(name[3]), values.values),
+    )
+    if outliers:
+        codecs = tuple(OutlierCodec(each, outliers) for each in codecs)
+    assert (tier.key, tier.value) == codecs
+    assert tier.digest == f"{tier.key.digest} {tier.value.digest}"
+    assert part.fitted_to == "0123456789abcdef"
+    assert part.capabilities.shares_prefixes
+    assert str(part) == f"{name}:levels=fitted{more},file={file}"
+    check_policy(part)
+    even = parse(f"{name}:outliers={outliers}")
+    assert even.formats.bind(shape())[0].nbytes == part.formats.bind(shape())[0].nbytes
+    assert even.formats.bind(shape())[0].digest is None
+    assert even.fitted_to is None
+
+
+def test_files_of_levels_that_do_not_fit_are_refused(tmp_path):
+    file = written(tmp_path)
+    for text, message in (
+        ("k4v4:levels=fitted", "levels=fitted is refused with file=None: fitted levels are in a"),
+        (f"k4v4:file={file}", f"levels=even is refused with file={file}: fitted levels are in a"),
+        (f"k4v4:levels=normal,file={file}", "levels=normal is refused with file="),
+        (f"k8v4:levels=fitted,file={file}", "there are codebooks of 4, 3, 2 and 1 bits, and none"),
+        (f"k4v4:levels=fitted,group=8,file={file}", "levels=fitted is refused with group=8"),
+        (f"k4v4:levels=fitted,keys=channel,file={file}", "is refused with keys=channel"),
+        (
+            f"k4v4:levels=fitted,outliers=1,file={file}",
+            "of 4 and 4 bits beside these numbers of outliers: 0, 2; use one of them, or calibrate",
+        ),
+        (f"k4v4:levels=fitted,file={tmp_path}", "k4v4: .* is a directory; name a file of levels"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            parse(text)
+    with pytest.raises(NotCalibratedError, match="kv-serve calibrate levels --model MODEL --out"):
+        parse(f"k4v4:levels=fitted,file={tmp_path / 'none'}")
+    with pytest.raises(ValueError, match="is fitted to a model, and formats of tiers are for any"):
+        read_formats(f"k4v4:levels=fitted,file={file}")
 
 
 @pytest.mark.parametrize("name", ["k8v4", "k4v4", "k3v2"])

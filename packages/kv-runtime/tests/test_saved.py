@@ -190,6 +190,7 @@ def test_a_state_that_contradicts_itself_is_refused_and_nothing_is_stored(name: 
         ({"sizes": (3, 2, 6, 6)}, "of another model"),
         ({"dtype": "float16"}, "of another model"),
         ({"basis": "0"}, "calibration of k8v4 has changed"),
+        ({"levels": "0"}, "calibration of k8v4 has changed"),
         ({"folded": ("values",)}, "folded into the model's values"),
         ({"sequences": 0}, "holds 0 sequences"),
         ({"sequences": 5}, "seen should be"),

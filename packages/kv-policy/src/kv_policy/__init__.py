@@ -9,19 +9,23 @@ from kv_policy.calibrator import (
     Calibrator,
     Collector,
     HeadCalibrator,
+    LevelCalibrator,
+    LevelError,
     NotCalibratedError,
     Resumable,
     ScoreCalibrator,
     ScoreEvaluation,
     StartsCalibrator,
     StartsHeadCalibrator,
+    StartsLevelCalibrator,
     StartsScoreCalibrator,
     calibrate_command,
     load_calibrator,
     load_head_calibrator,
+    load_level_calibrator,
     load_score_calibrator,
 )
-from kv_policy.codec import Codec, KeyPrefix, TokenFormat
+from kv_policy.codec import Codec, FittedCodec, KeyPrefix, TokenFormat
 from kv_policy.complete import CompleteSelector, complete
 from kv_policy.compose import CompositionError, compose, tier_formats
 from kv_policy.contract import (
@@ -75,6 +79,7 @@ __all__ = [
     "CompleteSelector",
     "CompositionError",
     "Evictor",
+    "FittedCodec",
     "FoldsValues",
     "Formats",
     "HeadBasis",
@@ -84,6 +89,8 @@ __all__ = [
     "KeyPrefix",
     "LayerBasis",
     "LayerView",
+    "LevelCalibrator",
+    "LevelError",
     "Merge",
     "MergeView",
     "NotCalibratedError",
@@ -115,6 +122,7 @@ __all__ = [
     "Spectral",
     "StartsCalibrator",
     "StartsHeadCalibrator",
+    "StartsLevelCalibrator",
     "StartsScoreCalibrator",
     "Step",
     "StepView",
@@ -135,6 +143,7 @@ __all__ = [
     "load",
     "load_calibrator",
     "load_head_calibrator",
+    "load_level_calibrator",
     "load_score_calibrator",
     "parse",
     "protect",

@@ -15,6 +15,7 @@ from kv_policy.shape import CacheShape
 CALIBRATION: Final = "kv_calibration"  # entry point group of calibrator factories
 SCORE_CALIBRATION: Final = "kv_score_calibration"  # entry point group of score calibrators
 HEAD_CALIBRATION: Final = "kv_head_calibration"  # entry point group of head calibrators
+LEVEL_CALIBRATION: Final = "kv_level_calibration"  # entry point group of level calibrators
 
 
 class NotCalibratedError(ValueError):
@@ -58,6 +59,27 @@ class Calibrated:
     rate: float | None = None  # highest rate within the allowed loss
     max_loss: float | None = None  # the allowed loss
     tasks: tuple[str, ...] = ()  # the tasks the loss was measured on
+
+
+@dataclass(frozen=True, slots=True)
+class LevelError:
+    """Estimated relative errors of attention outputs, if keys or values alone are stored in codes.
+
+    Attributes:
+        bits: of a code.
+        outliers: elements of a vector that are kept apart.
+        keys: by the fitted levels.
+        values: by the fitted levels.
+        even_keys: by even steps of as many bits.
+        even_values: by even steps of as many bits.
+    """
+
+    bits: int
+    outliers: int
+    keys: float
+    values: float
+    even_keys: float
+    even_values: float
 
 
 @runtime_checkable
@@ -227,6 +249,38 @@ class StartsHeadCalibrator(Protocol):
         ...
 
 
+@runtime_checkable
+class LevelCalibrator(Resumable, Protocol):
+    """Fits the levels of codes to keys and values."""
+
+    def errors(self) -> tuple[LevelError, ...]:
+        """Return what the fitted levels lose, for each number of outliers and of bits.
+
+        Raises:
+            ValueError: no tokens were accumulated.
+        """
+        ...
+
+    def write(self, path: Path, facts: Calibrated) -> None:
+        """Write the levels atomically."""
+        ...
+
+
+@runtime_checkable
+class StartsLevelCalibrator(Protocol):
+    """The factory that a package registers in the entry point group `kv_level_calibration`."""
+
+    def __call__(self, shape: CacheShape, outliers: tuple[int, ...]) -> LevelCalibrator:
+        """Return an empty calibrator.
+
+        Args:
+            shape: the model's cache.
+            outliers: the numbers of elements of a vector that are kept apart; levels are fitted
+                for each.
+        """
+        ...
+
+
 def load_calibrator(name: str) -> StartsCalibrator:
     """Import the calibrator factory with this name.
 
@@ -257,6 +311,17 @@ def load_head_calibrator(name: str) -> StartsHeadCalibrator:
         BrokenPolicyError: two packages claim the name, or its package cannot be imported.
     """
     start: StartsHeadCalibrator = _registered(HEAD_CALIBRATION, name, StartsHeadCalibrator)
+    return start
+
+
+def load_level_calibrator(name: str) -> StartsLevelCalibrator:
+    """Import the level calibrator factory with this name.
+
+    Raises:
+        ValueError: the name is not installed.
+        BrokenPolicyError: two packages claim the name, or its package cannot be imported.
+    """
+    start: StartsLevelCalibrator = _registered(LEVEL_CALIBRATION, name, StartsLevelCalibrator)
     return start
 
 

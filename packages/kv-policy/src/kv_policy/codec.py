@@ -47,6 +47,16 @@ class Codec(Protocol):
         ...
 
 
+@runtime_checkable
+class FittedCodec(Protocol):
+    """A codec whose bytes may depend on numbers of a file, such as levels fitted to a model."""
+
+    @property
+    def digest(self) -> str | None:
+        """Digest of these numbers; None: there are none."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class KeyPrefix:
     """Values that are the first `dim` dimensions of their keys, and have no bytes of their own.
@@ -142,6 +152,12 @@ class TokenFormat:
     def value_in_key(self) -> bool:
         """Whether values are the first dimensions of their keys."""
         return isinstance(self.value, KeyPrefix)
+
+    @property
+    def digest(self) -> str | None:
+        """Digest of what the codecs took from a file; None: nothing."""
+        each = [x.digest if isinstance(x, FittedCodec) else None for x in (self.key, self.value)]
+        return None if each == [None, None] else " ".join(x or "none" for x in each)
 
     def values_in_keys(self, dim: int) -> "TokenFormat":
         """Return the format of keys for tokens whose value is the first `dim` dimensions of it."""

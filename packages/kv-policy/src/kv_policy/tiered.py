@@ -47,9 +47,14 @@ def read_formats(text: str) -> Formats:
 
     Raises:
         UnknownPolicyError: the name is not installed.
-        ValueError: the text is malformed, or the policy is not just a format.
+        ValueError: the text is malformed, the policy is not just a format, or the format is fitted
+            to a model, which a host does not compare for the formats of tiers.
     """
     policy = parse(text)
     if policy.formats is None or policy.selector is not None or policy.basis is not None:
         raise ValueError(f"{text} is not a format of a tier; name one such as k8v4, k4v2 or raw")
+    if policy.fitted_to is not None:
+        raise ValueError(
+            f"{text} is fitted to a model, and formats of tiers are for any; use levels of no file"
+        )
     return policy.formats

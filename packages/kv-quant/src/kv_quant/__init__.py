@@ -4,6 +4,7 @@ from kv_quant.affine import LIMIT
 from kv_quant.block_float import BlockFloatCodec
 from kv_quant.blocks import ChannelCodec, RowsCodec
 from kv_quant.codebook import CodebookCodec
+from kv_quant.fitted import LevelsCodec
 from kv_quant.formats import IntegerFormat
 from kv_quant.integer import IntegerCodec
 from kv_quant.outliers import OutlierCodec
@@ -15,6 +16,7 @@ __all__ = [
     "CodebookCodec",
     "IntegerCodec",
     "IntegerFormat",
+    "LevelsCodec",
     "OutlierCodec",
     "RowsCodec",
 ]

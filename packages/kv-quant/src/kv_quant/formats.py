@@ -7,11 +7,22 @@ from typing import Annotated, ClassVar, Final, Literal
 import torch
 from msgspec import Meta
 
-from kv_policy import CacheShape, Capabilities, Codec, Formats, Part, TokenFormat, Uncompressed
+from kv_policy import (
+    CacheShape,
+    Capabilities,
+    Codec,
+    Formats,
+    NotCalibratedError,
+    Part,
+    TokenFormat,
+    Uncompressed,
+)
 from kv_quant.block_float import WIDTHS, BlockFloatCodec
 from kv_quant.blocks import ChannelCodec, RowsCodec
 from kv_quant.codebook import LEVELS, CodebookCodec
+from kv_quant.fitted import LevelsCodec
 from kv_quant.integer import IntegerCodec
+from kv_quant.level_file import Fit, FittedLevels, load
 from kv_quant.outliers import OutlierCodec
 
 BLOCK: Final = 32  # the group of tokens in KIVI
@@ -27,18 +38,18 @@ class IntegerFormat(Part):
     as in KIVI (Liu et al., 2024, https://arxiv.org/abs/2402.02750). With `levels=normal` codes
     stand for the levels of a codebook for rotated coordinates, and a vector has its norm in place
     of a scale and a zero, as in TurboQuant (Zandieh et al., 2025, https://arxiv.org/abs/2504.19874).
-    With `levels=bfp` codes are signed mantissas that share a power of two, as in MX formats
-    (Rouhani et al., 2023, https://arxiv.org/abs/2310.10537). With `outliers` some elements of each
-    vector are kept apart in float16, as in KVQuant (Hooper et al., 2024,
-    https://arxiv.org/abs/2401.18079).
+    With `levels=fitted` the levels are those of `file`, fitted to a model, as in KVQuant (Hooper et
+    al., 2024, https://arxiv.org/abs/2401.18079). With `levels=bfp` codes are signed mantissas that
+    share a power of two, as in MX formats (Rouhani et al., 2023, https://arxiv.org/abs/2310.10537).
+    With `outliers` some elements of each vector are kept apart in float16, as in KVQuant, too.
     """
 
     source: ClassVar[str] = (
         "LeanKV, Zhang et al., 2024, https://arxiv.org/abs/2412.03131, Eq. 2; keys=channel: KIVI, "
         "Liu et al., 2024, https://arxiv.org/abs/2402.02750; levels=normal: TurboQuant, Zandieh et "
         "al., 2025, https://arxiv.org/abs/2504.19874; levels=bfp: Microscaling, Rouhani et al., "
-        "2023, https://arxiv.org/abs/2310.10537; outliers: KVQuant, Hooper et al., 2024, "
-        "https://arxiv.org/abs/2401.18079"
+        "2023, https://arxiv.org/abs/2310.10537; outliers, levels=fitted: KVQuant, Hooper et al., "
+        "2024, https://arxiv.org/abs/2401.18079"
     )
     variants: ClassVar[tuple[str, ...]] = ()  # not searched, unless a subclass says so
     key_bits: ClassVar[int]
@@ -63,10 +74,10 @@ class IntegerFormat(Part):
         int, Meta(ge=2, description="tokens whose keys share scales, with keys=channel")
     ] = BLOCK
     levels: Annotated[
-        Literal["even", "normal", "bfp"],
+        Literal["even", "normal", "fitted", "bfp"],
         Meta(
-            description="what codes stand for: even steps, levels for rotated coordinates, or "
-            "signed mantissas that share a power of two (block floating point)"
+            description="what codes stand for: even steps, levels for rotated coordinates, levels "
+            "of a file, or signed mantissas that share a power of two (block floating point)"
         ),
     ] = "even"
     outliers: Annotated[
@@ -75,6 +86,10 @@ class IntegerFormat(Part):
             ge=0, description="elements of each vector kept apart in float16; not for keys=channel"
         ),
     ] = 0
+    file: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(description="output of kv-serve calibrate levels, for levels=fitted"),
+    ] = None
 
     def __init_subclass__(cls, bits: tuple[int, int]) -> None:
         """Name the format after the bits of its keys and values."""
@@ -86,7 +101,9 @@ class IntegerFormat(Part):
         """Check the parameters.
 
         Raises:
-            ValueError: a value is out of range, or parameters contradict each other.
+            NotCalibratedError: the file does not exist.
+            ValueError: a value is out of range, parameters contradict each other, or the file is
+                damaged or has no levels for these outliers.
         """
         super().__post_init__()
         if self.keys == "token" and self.block != BLOCK:
@@ -99,13 +116,20 @@ class IntegerFormat(Part):
                 f"{self.name}: outliers={self.outliers} is refused with keys=channel: they are "
                 "kept apart in vectors with scales of their own; remove one of the two"
             )
-        if self.levels == "normal":
+        if (self.levels == "fitted") != (self.file is not None):
+            raise ValueError(
+                f"{self.name}: levels={self.levels} is refused with file={self.file}: fitted "
+                "levels are in a file, and others are not; set levels=fitted and file, or neither"
+            )
+        if self.levels in ("normal", "fitted"):
             self._expect_widths(LEVELS, "there are codebooks of 4, 3, 2 and 1 bits")
             if self.group:
                 raise ValueError(
-                    f"{self.name}: levels=normal is refused with group={self.group}: a codebook "
-                    "has one scale per token; remove the group, or levels=normal"
+                    f"{self.name}: levels={self.levels} is refused with group={self.group}: a "
+                    f"codebook has one scale per token; remove the group, or levels={self.levels}"
                 )
+            if self.levels == "fitted":
+                _ = self._fits  # whether the file has them
         elif self.levels == "bfp":
             self._expect_widths(WIDTHS, "there are mantissas of 8, 4, 3 and 2 bits")
 
@@ -133,6 +157,35 @@ class IntegerFormat(Part):
         return self
 
     @property
+    def fitted_to(self) -> str | None:
+        """Fingerprint of the model that the levels were fitted to; None: they are not fitted."""
+        return None if self.levels != "fitted" else self._found.fingerprint
+
+    @property
+    def _found(self) -> FittedLevels:
+        """What the file holds."""
+        try:
+            return load(self.name, str(self.file))
+        except NotCalibratedError:
+            raise
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {error}") from None
+
+    @property
+    def _fits(self) -> tuple[Fit, Fit]:
+        """The levels of the file for the codes of keys, and for those of values."""
+        found = self._found
+        key, value = (found.of(bits, self.outliers) for bits in (self.key_bits, self.value_bits))
+        if key is None or value is None:
+            beside = ", ".join(map(str, found.outliers)) or "none"
+            raise ValueError(
+                f"{self.name}: outliers={self.outliers} is refused: {self.file} has levels of "
+                f"{self.key_bits} and {self.value_bits} bits beside these numbers of outliers: "
+                f"{beside}; use one of them, or calibrate with --outliers {self.outliers}"
+            )
+        return key, value
+
+    @property
     def capabilities(self) -> Capabilities:
         """A raw window or a block makes a token's bytes depend on later tokens.
 
@@ -147,14 +200,21 @@ class IntegerFormat(Part):
             channels = ChannelCodec(shape.key_dim, self.key_bits, self.block)
             value = IntegerCodec(shape.value_dim, self.value_bits, self.group)
             return (TokenFormat(channels, RowsCodec(value, self.block)),)
-        sizes = (shape.key_dim, self.key_bits), (shape.value_dim, self.value_bits)
-        return (TokenFormat(*(self._codec(dim, bits) for dim, bits in sizes)),)
+        keys: tuple[float, ...] = ()
+        values: tuple[float, ...] = ()
+        if self.levels == "fitted":
+            of_keys, of_values = self._fits
+            keys, values = of_keys.keys, of_values.values
+        key = self._codec(shape.key_dim, self.key_bits, keys)
+        return (TokenFormat(key, self._codec(shape.value_dim, self.value_bits, values)),)
 
-    def _codec(self, dim: int, bits: int) -> Codec:
+    def _codec(self, dim: int, bits: int, fitted: tuple[float, ...]) -> Codec:
         """Return the codec of single vectors; one element at least is no outlier."""
         each: Codec
         if self.levels == "normal":
             each = CodebookCodec(dim, bits)
+        elif self.levels == "fitted":
+            each = LevelsCodec(dim, bits, fitted)
         elif self.levels == "bfp":
             each = BlockFloatCodec(dim, bits, self.group)
         else:

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Float16, Float32, Int, UInt8
 from torch import Tensor
 
-from kv_policy import Codec
+from kv_policy import Codec, FittedCodec
 from kv_quant.affine import clean, expect_rows, expect_vectors
 
 NARROW = 256  # dimensions whose index is one byte
@@ -60,6 +60,11 @@ class OutlierCodec:
         return self.each.dim
 
     @property
+    def digest(self) -> str | None:
+        """Digest of what the other codec took from a file; None: nothing."""
+        return self.each.digest if isinstance(self.each, FittedCodec) else None
+
+    @property
     def layout(self) -> None:
         """None: kernels read no outliers."""
         return None
@@ -76,7 +81,7 @@ class OutlierCodec:
             ValueError: the vectors do not have `dim` elements.
         """
         expect_vectors(x, self.dim)
-        inner, index, value = self._split(clean(x[:, 0]))
+        inner, index, value = self.split(clean(x[:, 0]))
         width = self.parts[-2] // self.count
         places = [((index >> (8 * i)) & 255).to(torch.uint8) for i in range(width)]
         return torch.cat([self.each.encode(inner[:, None]), *places, value.view(torch.uint8)], 1)
@@ -104,13 +109,13 @@ class OutlierCodec:
         """
         given = x[:, 0]
         whole = clean(given)
-        inner, index, value = self._split(whole)
+        inner, index, value = self.split(whole)
         inside = self.each.bound(inner[:, None])[:, 0].double()
         rounded = (whole.gather(1, index).double() - value.double()).abs()
         clipped = (given.double() - whole).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
         return (inside.scatter(1, index, rounded) + clipped)[:, None]
 
-    def _split(
+    def split(
         self, x: Float32[Tensor, "n D"]
     ) -> tuple[Float32[Tensor, "n D"], Int[Tensor, "n count"], Float16[Tensor, "n count"]]:
         """Return the vectors clamped to the others, and the indices and values of the outliers."""

@@ -70,6 +70,25 @@ def decode_levels(planes: PlaneLayout, levels: Sequence[float], data: bytes) -> 
     return [_float32(_float32(levels[_get(data, 0, planes, d)]) * scale) for d in range(planes.dim)]
 
 
+def encode_fitted(planes: PlaneLayout, levels: Sequence[float], vector: Sequence[float]) -> bytes:
+    """Encode a vector by levels of its range: codes of the nearest ones, then scale and zero."""
+    clean = [_clean(x) for x in vector]
+    scale, zero = _affine(clean, 2**planes.bits - 1)
+    bounds = [_float32((a + b) / 2) for a, b in pairwise(levels)]
+    codes = bytearray(planes.stride)
+    for d, x in enumerate(clean):
+        at = _float32(_float32(x - zero) / scale) if scale else 0.0
+        _set(codes, 0, planes, d, sum(bound < at for bound in bounds))
+    return bytes(codes) + struct.pack("<2e", scale, zero)
+
+
+def decode_fitted(planes: PlaneLayout, levels: Sequence[float], data: bytes) -> list[float]:
+    """Decode a vector to float32 numbers: the level of each code times the scale, and the zero."""
+    scale, zero = struct.unpack_from("<2e", data, planes.stride)
+    codes = (_get(data, 0, planes, d) for d in range(planes.dim))
+    return [_float32(_float32(_float32(levels[code]) * scale) + zero) for code in codes]
+
+
 def encode_block_float(planes: PlaneLayout, vector: Sequence[float]) -> bytes:
     """Encode a vector in block floating point: mantissas, then the exponent of each group."""
     clean = [_clean(x) for x in vector]

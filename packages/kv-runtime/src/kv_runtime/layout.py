@@ -59,6 +59,13 @@ class Layout:
         """Bytes of a token of the first tier, over all layers and heads."""
         return round(sum(self.pages[k][0].token_bytes for layer in self.kind for k in layer))
 
+    @property
+    def digest(self) -> str | None:
+        """Digest of what codecs took from a file, such as fitted levels; None: nothing."""
+        found = [page.format.digest for tiers in self.pages for page in tiers]
+        each = [digest for digest in found if digest is not None]
+        return " ".join(dict.fromkeys(each)) or None
+
     def tokens_of(self, pages: int) -> int:
         """Estimate the first-tier tokens in `pages` pages, averaged over layers and heads."""
         return pages * int(self.page_tokens[0].sum()) // self.page_tokens[0].numel()

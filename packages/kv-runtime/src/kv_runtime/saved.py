@@ -37,6 +37,7 @@ class CacheFacts:
         sequences: B.
         columns: columns of the batch, including padding.
         basis: digest of the projections of the policy's basis, if it has one.
+        levels: digest of what the policy's formats took from a file, if they did.
         folded: the vectors whose projection is folded into the model.
         turns: which sequences are to be planned, if the policy has a selector.
         budgets: budgets of the sequences that have their own, as text.
@@ -48,6 +49,7 @@ class CacheFacts:
     sequences: int
     columns: int
     basis: str | None = None
+    levels: str | None = None
     folded: tuple[str, ...] = ()
     turns: TurnCounts | None = None
     budgets: tuple[str | None, ...] | None = None
@@ -87,6 +89,7 @@ def facts_of(
         sequences=len(batch.seen),
         columns=batch.columns,
         basis=None if bases is None else bases.digest(),
+        levels=layout.digest,
         folded=() if bases is None else tuple(sorted(bases.folded)),
         turns=None if plans is None else plans.turns,
         budgets=None if plans is None else plans.budget_texts,
@@ -119,10 +122,10 @@ def tensors_of(batch: Batch, plans: Plans | None) -> dict[str, Tensor]:
 
 
 def expect_facts(policy: KVPolicy, layout: Layout, bases: Bases | None, facts: CacheFacts) -> None:
-    """Raise if a state is not of a cache with this policy, these sizes and this basis.
+    """Raise if a state is not of a cache with this policy, these sizes, this basis and levels.
 
     Raises:
-        ValueError: it is of another policy, another shape or dtype, or another basis.
+        ValueError: it is of another policy, another shape or dtype, another basis or other levels.
     """
     if facts.policy != str(policy):
         raise ValueError(f"it is of the policy {facts.policy}, not of {policy}; use that policy")
@@ -139,7 +142,8 @@ def expect_facts(policy: KVPolicy, layout: Layout, bases: Bases | None, facts: C
             f"it was saved, but is into {' and '.join(folded) or 'nothing'} here; use "
             "kv_transformers.Fold as it was used then"
         )
-    if facts.basis != (None if bases is None else bases.digest()):
+    basis = None if bases is None else bases.digest()
+    if (facts.basis, facts.levels) != (basis, layout.digest):
         raise ValueError(
             f"the calibration of {policy} has changed since it was saved; use the file of then, or "
             "compress again"

@@ -8,6 +8,7 @@ import typer
 
 from kv_eval.cli.calibrate_gate import gate
 from kv_eval.cli.calibrate_heads import heads
+from kv_eval.cli.calibrate_levels import levels
 from kv_eval.cli.calibrate_zack import zack
 from kv_eval.cli.eval import Task
 from kv_eval.cli.shares import share
@@ -53,6 +54,7 @@ def _start() -> None:
 
 app.command("gate")(gate)
 app.command("heads")(heads)
+app.command("levels")(levels)
 app.command("zack")(zack)
 
 
