@@ -21,6 +21,7 @@ from kv_serve.vllm import boundaries, failures
 from kv_serve.vllm.attach import is_heard, stores_prefixes
 from kv_serve.vllm.config import served_policy
 from kv_serve.vllm.documents import documents
+from kv_serve.vllm.drafters import check_groups
 from kv_serve.vllm.memory import Memory
 from kv_serve.vllm.messages import StepMetadata, WorkerReport
 from kv_serve.vllm.metrics import PolicyMetrics, PolicyStats
@@ -65,8 +66,13 @@ class PagesConnector(
     # The worker's side.
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
-        """Create the worker over the memory that vLLM allocated."""
+        """Create the worker over the memory that vLLM allocated.
+
+        Raises:
+            UnservableError: vLLM has placed layers otherwise.
+        """
         assert self._kv_cache_config is not None, "vLLM passes it to every connector"
+        check_groups(self._vllm_config, self._kv_cache_config)
         memory = Memory.of(self._kv_cache_config, kv_caches)
         groups = self._kv_cache_config.kv_cache_groups
         kept = [each for each in groups if not isinstance(each.kv_cache_spec, PagedSpec)]

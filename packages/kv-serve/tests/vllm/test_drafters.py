@@ -1,0 +1,298 @@
+"""Layers that draft beside pages: a draft model and heads change no token, and free what they hold.
+
+Their blocks are vLLM's own, of the pool that pages use, too.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from asking import asked as answered
+from asking import expect_consistent, stored
+from drafting import counted, drafted_by
+from live_engine import ends
+from vllm_models import (
+    write_config,
+    write_eagle,
+    write_eagle3,
+    write_next_token_heads,
+    write_weights,
+)
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+Start = Callable[..., AbstractContextManager["LLM"]]
+Greedy = Callable[["LLM", Sequence[Sequence[int]], int], list[list[int]]]
+COUNT, BLOCK = 30, 32
+# Prompts are read in chunks that drafts do not cut otherwise, and one prompt waits.
+OPTIONS: dict[str, Any] = {
+    **{"kv_cache_memory_bytes": 1 << 22, "max_model_len": 512, "dtype": "float32"},
+    **{"skip_tokenizer_init": True, "disable_log_stats": False, "block_size": BLOCK},
+    **{"max_num_batched_tokens": 1024, "max_num_seqs": 3, "long_prefill_token_threshold": 48},
+}
+SELECTS = "snapkv:budget=24,window=8+k4v2:window=4"
+EXACT = "raw:window=12"  # in pages, in which every token is the model's own
+
+
+@pytest.fixture(scope="module")
+def start_tiny(start: Start, weights: str) -> Start:
+    return partial(start, weights, poison=True, **OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def asked(prompts: list[list[int]]) -> list[list[int]]:
+    """Random prompts, and one that repeats itself."""
+    return [prompts[2], [7, 8, 9, 10] * 12 + [7], *prompts[:2]]
+
+
+@pytest.fixture(scope="module")
+def without(
+    start_tiny: Start, greedy: Greedy, asked: list[list[int]]
+) -> Callable[[str], list[list[int]]]:
+    """Return the answers of a policy's engine without drafts."""
+    found: dict[str, list[list[int]]] = {}
+
+    def answers(policy: str) -> list[list[int]]:
+        if policy not in found:
+            with start_tiny(policy) as engine:
+                found[policy] = greedy(engine, asked, COUNT)
+        return found[policy]
+
+    return answers
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the folder of a model of other sizes, which is mostly wrong."""
+    folder = tmp_path_factory.mktemp("small")
+    shape: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    write_weights(folder, num_hidden_layers=1, **shape)
+    return str(folder)
+
+
+def expect_all_free(engine: "LLM") -> None:
+    """Assert that all blocks are free but vLLM's own and the last, after two further steps."""
+    answered(engine, [[5]], 1)
+    answered(engine, [[5]], 1)
+    state, worker = ends(engine)
+    pool = state.manager.block_pool
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 2
+    assert not {*worker.requests.prefills, *worker.requests.names} - state.known.keys()
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        SELECTS,
+        *(
+            pytest.param(policy, marks=pytest.mark.slow)
+            for policy in (
+                "k4v4:keys=channel,block=16,window=16",
+                "kv-compress:budget=24,window=8+k8v4",
+                "keydiff:budget=24+hadamard+k4v2",
+            )
+        ),
+    ],
+)
+def test_a_draft_model_that_is_mostly_wrong_changes_nothing(
+    start_tiny: Start,
+    greedy: Greedy,
+    asked: list[list[int]],
+    without: Callable[[str], list[list[int]]],
+    small: str,
+    policy: str,
+) -> None:
+    expected = without(policy)
+    with start_tiny(policy, speculative_config=drafted_by(small)) as engine:
+        assert greedy(engine, asked, COUNT) == expected
+        drafted, accepted = counted(engine)
+        expect_all_free(engine)
+    assert 0 < accepted < drafted / 2
+
+
+def test_the_model_itself_is_always_right_where_tokens_are_its_own(
+    start_tiny: Start, greedy: Greedy, weights: str, asked: list[list[int]]
+) -> None:
+    """Also of requests that were preempted: there is memory for less than two of them.
+
+    A draft would be wrong whose layers had read a block of another group, or one that was written
+    to since.
+    """
+    many, few = [prompt * 2 for prompt in asked], {"kv_cache_memory_bytes": 44 * 2 * BLOCK * 512}
+    with start_tiny(EXACT) as engine:
+        expected = greedy(engine, many, 100)
+    with start_tiny(EXACT, speculative_config=drafted_by(weights), **few) as engine:
+        assert greedy(engine, many, 100) == expected
+        drafted, accepted = counted(engine)
+        (preempted,) = (m for m in engine.get_metrics() if m.name == "vllm:num_preemptions")
+        expect_all_free(engine)
+    assert preempted.value > 0
+    assert accepted > 0.97 * drafted
+
+
+@pytest.mark.parametrize("method", ["eagle", pytest.param("eagle3", marks=pytest.mark.slow)])
+def test_an_eagle_head_changes_nothing(
+    start_tiny: Start,
+    greedy: Greedy,
+    asked: list[list[int]],
+    without: Callable[[str], list[list[int]]],
+    weights: str,
+    tmp_path: Path,
+    method: str,
+) -> None:
+    """vLLM divides the model's two layers into two groups, as the head has one."""
+    (write_eagle if method == "eagle" else write_eagle3)(Path(weights), tmp_path)
+    given = {"method": method, "model": str(tmp_path), "num_speculative_tokens": 2}
+    expected = without(SELECTS)
+    with start_tiny(SELECTS, speculative_config=given) as engine:
+        assert greedy(engine, asked, COUNT) == expected
+        drafted, accepted = counted(engine)
+        expect_all_free(engine)
+    assert 0 < accepted < drafted
+
+
+@pytest.mark.slow
+def test_heads_for_further_tokens_change_nothing(
+    start: Start, greedy: Greedy, asked: list[list[int]], tmp_path: Path
+) -> None:
+    write_next_token_heads(tmp_path)
+    made = partial(start, str(tmp_path), SELECTS, poison=True, **OPTIONS)
+    with made() as engine:
+        expected = greedy(engine, asked, COUNT)
+    given = {"method": "mtp", "num_speculative_tokens": 1}
+    with made(speculative_config=given) as engine:
+        assert greedy(engine, asked, COUNT) == expected
+        drafted, accepted = counted(engine)
+        expect_all_free(engine)
+    assert 0 < accepted < drafted
+
+
+@pytest.mark.slow
+def test_a_draft_model_beside_windows_changes_nothing(
+    start: Start, greedy: Greedy, tiny: Callable[..., str], asked: list[list[int]], small: str
+) -> None:
+    more = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 48}
+    folder = tiny("Gemma3ForCausalLM", "gemma3_text", **more)
+    made = partial(start, folder, SELECTS, poison=True, load_format="dummy", **OPTIONS)
+    with made() as engine:
+        expected = greedy(engine, asked, COUNT)
+    with made(speculative_config=drafted_by(small)) as engine:
+        assert greedy(engine, asked, COUNT) == expected
+        assert counted(engine)[0] > 0
+        expect_all_free(engine)
+
+
+def test_prefixes_and_turns_have_what_the_drafts_attend_to(
+    start_tiny: Start, weights: str, prompts: list[list[int]]
+) -> None:
+    """The drafts of a request that continues them are as right as those of one that reads all."""
+    given = {"kv_policy": EXACT, "kv_poison": True, "kv_turns": True}
+
+    def talked(engine: "LLM") -> list[tuple[list[int], int]]:
+        found, text = [], [7, 8, 9, 10] * 12
+        for turn in ([7], [8, 9], [10, 7, 8]):
+            text = text + turn
+            found += answered(engine, [text], COUNT)
+            text = text + found[-1][0]
+        book, mark = prompts[2], BLOCK + 3  # in a block, and at the end of one
+        for each in (mark, mark, BLOCK, BLOCK):
+            found += answered(engine, [[*book[:-1], 9], book], COUNT, kv_prefix=each)
+        return found
+
+    with start_tiny(additional_config=given) as engine:
+        expected = talked(engine)
+    with start_tiny(additional_config=given, speculative_config=drafted_by(weights)) as engine:
+        assert talked(engine) == expected
+        drafted, accepted = counted(engine)
+        assert stored(engine).other_bytes > 0
+        expect_consistent(engine)
+    assert [read > 0 for _, read in expected[1:3]] == [True, True]
+    assert accepted > 0.97 * drafted
+
+
+def test_aborted_requests_leave_nothing(
+    start_tiny: Start, asked: list[list[int]], small: str
+) -> None:
+    from vllm import SamplingParams
+
+    with start_tiny(SELECTS, speculative_config=drafted_by(small)) as engine:
+        settings = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
+        for i, prompt in enumerate(asked):
+            engine.llm_engine.add_request(str(i), {"prompt_token_ids": prompt}, settings)
+        for _ in range(6):
+            engine.llm_engine.step()
+        engine.llm_engine.abort_request(["1", "2"])
+        while engine.llm_engine.has_unfinished_requests():
+            engine.llm_engine.step()
+        expect_all_free(engine)
+
+
+# What is refused before an engine starts: options, what is set besides, and the reason.
+REFUSED: list[tuple[dict[str, Any], tuple[str, str, object] | None, str]] = [
+    ({}, ("device_config", "device_type", "cuda"), "on cuda, as beside pages .* on a CPU alone"),
+    ({}, ("scheduler_config", "async_scheduling", True), "set async_scheduling to false"),
+    ({}, ("parallel_config", "tensor_parallel_size", 2), "and tensor parallelism; draft by ngram"),
+    ({"additional_config": {"kv_documents": "x"}}, None, "and kv_documents, which have nothing"),
+]
+
+
+@pytest.mark.parametrize(("options", "change", "reason"), REFUSED)
+def test_what_does_not_work_beside_layers_that_draft_is_refused(
+    weights: str,
+    small: str,
+    options: dict[str, Any],
+    change: tuple[str, str, object] | None,
+    reason: str,
+) -> None:
+    from vllm import EngineArgs
+
+    from kv_policy import parse
+    from kv_serve.vllm.config import UnservableError, check_engine
+
+    given = {"max_model_len": 256, "skip_tokenizer_init": True} | options
+    made = EngineArgs(model=weights, speculative_config=drafted_by(small), **given)
+    config = made.create_engine_config()
+    if change is not None:
+        part, name, value = change
+        setattr(getattr(config, part), name, value)
+    with pytest.raises(UnservableError, match=f"speculative decoding by draft_model {reason}"):
+        check_engine(config, parse(SELECTS))
+
+
+@pytest.mark.parametrize(
+    ("shape", "more", "reason"),
+    [
+        (
+            {"num_hidden_layers": 3},
+            {},
+            "by 3 layers beside 2 of the model, .*; draft by a model with fewer layers",
+        ),
+        (
+            {"architecture": "MistralForCausalLM", "kind": "mistral", "sliding_window": 48},
+            {},
+            r"by layers of several kinds or sizes \(SlidingWindowSpec\)",
+        ),
+        (
+            {"num_hidden_layers": 1},
+            {"disable_hybrid_kv_cache_manager": True},
+            "layers draft, and snapkv.* not served beside them without vLLM's hybrid KV cache",
+        ),
+    ],
+)
+def test_drafters_of_other_kinds_are_refused(
+    start_tiny: Start, tmp_path: Path, shape: dict[str, Any], more: dict[str, Any], reason: str
+) -> None:
+    from kv_serve.vllm.config import UnservableError
+
+    write_config(tmp_path, torch_dtype="float32", **shape)
+    drafts = drafted_by(str(tmp_path)) | {"draft_load_config": {"load_format": "dummy"}}
+    with (
+        pytest.raises(UnservableError, match=reason),
+        start_tiny(SELECTS, speculative_config=drafts, load_format="dummy", **more),
+    ):
+        pass
