@@ -36,7 +36,7 @@ OPTIONS: dict[str, Any] = {
     **{"max_num_batched_tokens": 1024, "max_num_seqs": 3, "long_prefill_token_threshold": 48},
 }
 SELECTS = "snapkv:budget=24,window=8+k4v2:window=4"
-EXACT = "raw:window=12"  # in pages, in which every token is the model's own
+EXACT = "snapkv:budget=4096,window=8"  # in pages, with every token as the model computes it
 
 
 @pytest.fixture(scope="module")
@@ -190,18 +190,21 @@ def test_a_draft_model_beside_windows_changes_nothing(
 def test_prefixes_and_turns_have_what_the_drafts_attend_to(
     start_tiny: Start, weights: str, prompts: list[list[int]]
 ) -> None:
-    """The drafts of a request that continues them are as right as those of one that reads all."""
+    """The drafts of a request that continues them are as right as those of one that reads all.
+
+    Answers end with a step, in which all drafts count.
+    """
     given = {"kv_policy": EXACT, "kv_poison": True, "kv_turns": True}
 
     def talked(engine: "LLM") -> list[tuple[list[int], int]]:
         found, text = [], [7, 8, 9, 10] * 12
         for turn in ([7], [8, 9], [10, 7, 8]):
             text = text + turn
-            found += answered(engine, [text], COUNT)
+            found += answered(engine, [text], 31)
             text = text + found[-1][0]
         book, mark = prompts[2], BLOCK + 3  # in a block, and at the end of one
         for each in (mark, mark, BLOCK, BLOCK):
-            found += answered(engine, [[*book[:-1], 9], book], COUNT, kv_prefix=each)
+            found += answered(engine, [[*book[:-1], 9], book], 31, kv_prefix=each)
         return found
 
     with start_tiny(additional_config=given) as engine:

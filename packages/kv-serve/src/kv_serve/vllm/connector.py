@@ -124,9 +124,15 @@ class PagesConnector(
         """Do nothing: nothing is saved."""
 
     def wait_for_save(self) -> None:
-        """End the forward pass, which may have been a graph; vLLM calls this first after it."""
+        """End the forward pass, which may have been a graph.
+
+        vLLM calls this first after it; under speculative decoding after the drafts, which come
+        after the end of the step.
+        """
         if self.in_step:
             self.worker.finish()
+        if self._worker is not None:
+            self._worker.settle()
 
     # The scheduler's side.
 
