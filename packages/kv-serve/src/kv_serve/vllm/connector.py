@@ -21,7 +21,7 @@ from kv_serve.vllm import boundaries, failures
 from kv_serve.vllm.attach import is_heard, stores_prefixes
 from kv_serve.vllm.config import served_policy
 from kv_serve.vllm.documents import documents
-from kv_serve.vllm.drafters import check_groups
+from kv_serve.vllm.drafters import check_first, leading
 from kv_serve.vllm.memory import Memory
 from kv_serve.vllm.messages import StepMetadata, WorkerReport
 from kv_serve.vllm.metrics import PolicyMetrics, PolicyStats
@@ -72,9 +72,9 @@ class PagesConnector(
             UnservableError: vLLM has placed layers otherwise.
         """
         assert self._kv_cache_config is not None, "vLLM passes it to every connector"
-        check_groups(self._vllm_config, self._kv_cache_config)
-        memory = Memory.of(self._kv_cache_config, kv_caches)
         groups = self._kv_cache_config.kv_cache_groups
+        check_first(leading(self._vllm_config), groups[0].layer_names)
+        memory = Memory.of(self._kv_cache_config, kv_caches)
         kept = [each for each in groups if not isinstance(each.kv_cache_spec, PagedSpec)]
         self._worker = Worker.over(self._vllm_config, self._policy, memory, kept)
 

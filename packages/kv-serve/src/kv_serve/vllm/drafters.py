@@ -4,9 +4,9 @@ They are those of a draft model, or of a head of the model. What they store is n
 blocks of a group of their own.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
@@ -16,7 +16,6 @@ from kv_serve.vllm.extending import extend
 from kv_serve.vllm.served import Kept
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 MODEL: Final = "draft_model"  # vLLM's method of a model that drafts; all others are heads
@@ -99,26 +98,27 @@ def lead() -> None:
 def _first(
     get: Callable[["GPUModelRunner"], dict[str, KVCacheSpec]], self: "GPUModelRunner"
 ) -> dict[str, KVCacheSpec]:
-    found = get(self)
-    given = self.vllm_config.speculative_config
-    if given is None or given.method != MODEL:
-        return found
-    names = drafting_layers(self.vllm_config)
-    mine = {name: spec for name, spec in found.items() if name in names}
-    return mine | found
+    found, names = get(self), leading(self.vllm_config)
+    return {name: spec for name, spec in found.items() if name in names} | found
 
 
-def check_groups(config: VllmConfig, cache: "KVCacheConfig") -> None:
+def leading(config: VllmConfig) -> set[str]:
+    """Return the names of layers that must be in the first group: those of a draft model."""
+    given = config.speculative_config
+    return drafting_layers(config) if given is not None and given.method == MODEL else set()
+
+
+def check_first(layers: Collection[str], group: Collection[str]) -> None:
     """Raise if a draft model would write to blocks of other layers.
 
+    Args:
+        layers: the names of its layers.
+        group: those of vLLM's first group.
+
     Raises:
-        UnservableError: its layers are not in the first group.
+        UnservableError: the group is without them.
     """
-    names, given = drafting_layers(config), config.speculative_config
-    if not names or given is None or given.method != MODEL:
-        return
-    first: Any = cache.kv_cache_groups[0].layer_names
-    if not names <= {*first}:
+    if not {*layers} <= {*group}:
         raise UnservableError(
             "vLLM puts the layers of the draft model into another group than its first, whose "
             "blocks it would write to; please report this with vLLM's version"

@@ -1,11 +1,12 @@
 """Layers that vLLM keeps on a CPU: their attention is not over all tokens, or they draft."""
 
+from functools import cache
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
-from vllm.v1.attention.backend import AttentionImpl, AttentionType
+from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
@@ -17,16 +18,21 @@ from kv_serve.vllm.reader import FullImpl
 from kv_serve.vllm.served import Kept
 from kv_serve.vllm.shape import attention_layers, is_whole
 from kv_serve.vllm.storage import BilledPages
-from kv_serve.vllm.switch import CpuBackend
 
 
-class DraftBackend(CpuBackend):
-    """The stock backend of a layer that drafts for a model in pages."""
+class DraftBackend(AttentionBackend):
+    """Base of the stock backend of a layer that drafts for a model in pages."""
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
         """Return the spec of a group without layers of the model."""
         return DraftSpec.of(spec) if type(spec) is FullAttentionSpec else spec
+
+
+@cache
+def drafting(chosen: type[AttentionBackend]) -> type[AttentionBackend]:
+    """Return the backend of layers that draft, from the one that vLLM chose."""
+    return type(DraftBackend.__name__, (DraftBackend, chosen), {"__module__": __name__})
 
 
 class KeptImpl(Kept, CPUAttentionBackendImpl):
@@ -69,7 +75,7 @@ class KeptImpl(Kept, CPUAttentionBackendImpl):
         if self.drafts:
             layers = self.config.compilation_config.static_forward_context.values()
             own = next(each for each in layers if getattr(each, "impl", None) is self)
-            own.attn_backend = DraftBackend
+            own.attn_backend = drafting(own.attn_backend)
             lead()
             return
         if not attention_layers(self.config):

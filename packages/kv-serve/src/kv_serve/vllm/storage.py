@@ -114,9 +114,7 @@ class BilledPages:
     full: int
     config: VllmConfig = field(repr=False, compare=False)
     # Beside other layers, by the block size that was given and the bytes of their blocks.
-    _made: dict[tuple[int, int], PagedSpec] = field(
-        default_factory=dict, repr=False, compare=False
-    )
+    _made: dict[tuple[int, int], PagedSpec] = field(default_factory=dict, repr=False, compare=False)
 
     builder: ClassVar[type[AttentionMetadataBuilder]] = RowsBuilder
 
