@@ -73,15 +73,16 @@ FEATURES: Final = (
         "speculative decoding, draft model",
         "`--speculative-config.method draft_model`",
         slots=True,
-        pages=False,
-        note="the draft model is under the policy too",
+        pages=True,
+        note="in slots under the policy too; in pages on a CPU, uncompressed, under policies that "
+        "plan after prompts alone",
     ),
     Feature(
         "speculative decoding, heads of the model",
         "`--speculative-config.method eagle`, `eagle3`, `mtp`",
         slots=True,
-        pages=False,
-        note="their layers are under the policy too",
+        pages=True,
+        note="as a draft model",
     ),
     Feature(
         "speculative decoding, others",

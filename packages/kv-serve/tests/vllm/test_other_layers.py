@@ -39,10 +39,13 @@ def layers(spec: Any) -> "tuple[OtherLayers, Any, BlockPool]":
 
 
 def attention(size: int, **of: int) -> Any:
-    """Return a spec of keys and values that have a window or chunks."""
+    """Return a spec of keys and values that have a window or chunks; without either, of drafts."""
     from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, SlidingWindowSpec
 
+    from kv_serve.vllm.drafters import DraftSpec
+
     kind = SlidingWindowSpec if "sliding_window" in of else ChunkedLocalAttentionSpec
+    kind = kind if of else DraftSpec
     more = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
     return kind(block_size=size, **more, **of)
 
@@ -50,14 +53,14 @@ def attention(size: int, **of: int) -> Any:
 @given(
     size=st.integers(1, 9),
     span=st.integers(2, 40),
-    windows=st.booleans(),
+    kind=st.sampled_from(("sliding_window", "attention_chunk_size", "drafts")),
     tokens=st.integers(1, 200),
     chunk=st.integers(1, 60),
 )
 def test_a_prefix_has_the_blocks_of_the_tokens_that_the_next_one_attends_to(
-    size: int, span: int, windows: bool, tokens: int, chunk: int
+    size: int, span: int, kind: str, tokens: int, chunk: int
 ) -> None:
-    of = {"sliding_window": span} if windows else {"attention_chunk_size": span}
+    of = {} if kind == "drafts" else {kind: span}
     mine, manager, pool = layers(attention(size, **of))
     free = pool.get_num_free_blocks()
     for begin in range(0, tokens, chunk):  # as vLLM allocates for the chunks of a prompt
@@ -67,7 +70,9 @@ def test_a_prefix_has_the_blocks_of_the_tokens_that_the_next_one_attends_to(
         if more > pool.get_num_free_blocks():
             return
         manager.allocate_new_blocks("a", end, end)
-    first = max(0, tokens - span + 1) if windows else tokens // span * span
+    chunks = kind == "attention_chunk_size"
+    first = tokens // span * span if chunks else max(0, tokens - span + 1)
+    first = 0 if kind == "drafts" else first
     begun = {tokens // size} if tokens % size else set()  # a block that later tokens fill
     columns = sorted(begun | {each // size for each in range(first, tokens)})
     assert mine.count(tokens) == len(columns)
@@ -126,3 +131,6 @@ def test_kinds_without_a_known_end_are_strangers() -> None:
     spec = FullAttentionSpec(block_size=8, num_kv_heads=1, head_size=8, dtype=torch.float32)
     assert layers(spec)[0].stranger == "FullAttentionSpec"
     assert layers(attention(8, sliding_window=9))[0].stranger is None
+    assert layers(attention(8))[0].stranger is None
+    assert layers(attention(8))[0].keeps_all
+    assert not layers(attention(8, sliding_window=9))[0].keeps_all

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from asking import arriving, asked, in_parts, reset
+from asking import arriving, asked, expect_consistent, in_parts, reset, stored
 from kept_models import ALONE, BLOCK, options
 from live_engine import ends
 from written import answer, written
@@ -18,8 +18,6 @@ from written import answer, written
 if TYPE_CHECKING:
     from vllm import LLM
     from vllm.v1.core.block_pool import BlockPool
-
-    from kv_serve.vllm.prefixes import Prefixes
 
 Start = Callable[..., AbstractContextManager["LLM"]]
 Drawn = Callable[..., str]
@@ -68,38 +66,6 @@ def engine_of(start: Start, drawn: Drawn) -> Callable[..., AbstractContextManage
 
 
 Engines = Callable[..., AbstractContextManager["LLM"]]
-
-
-def stored(engine: "LLM") -> "Prefixes":
-    """Return the prefixes that the scheduler knows."""
-    prefixes = ends(engine)[0].manager.prefixes
-    assert prefixes is not None
-    return prefixes
-
-
-def expect_consistent(engine: "LLM") -> None:
-    """Assert that blocks are free but for those of prefixes, which workers know, too."""
-    asked(engine, [[5]], 1)
-    asked(engine, [[5]], 1)  # two steps later moved blocks are free
-    prefixes, (state, worker) = stored(engine), ends(engine)
-    told = {*prefixes.stored} - {*prefixes.kept.values()}  # the newest turn is not
-    assert {*worker.requests.prefixes.caches} == told
-    pool, source = state.manager.block_pool, state.manager.source
-    every = prefixes.stored.values()
-    pages = {block.block_id for each in every for block in each.blocks}
-    others = {block.block_id for each in every for block in each.others}
-    assert len(pages) == sum(len(each.blocks) for each in every)
-    assert not pages & others
-    idle = {block.block_id for block in source.idle}
-    used = pool.num_gpu_blocks - pool.get_num_free_blocks()
-    assert used == 2 + len(pages | others | idle)
-    assert not any(each.users for each in every)
-    reset(engine)
-    asked(engine, [[5]], 1)
-    asked(engine, [[5]], 1)
-    if not prefixes.turns:
-        assert not prefixes.stored
-        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 2
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from asking import asked as answered
+from drafting import counted, drafted_by
 from live_engine import is_empty
 from vllm_models import write_eagle, write_eagle3, write_next_token_heads, write_weights
 
@@ -69,14 +70,6 @@ def without(start_tiny: Start, told: Callable[["LLM"], Answers]) -> Callable[[st
         return found[policy]
 
     return answers
-
-
-def counted(engine: "LLM") -> tuple[int, int]:
-    """Return the tokens that were drafted, and those accepted."""
-    found = {each.name: getattr(each, "value", None) for each in engine.get_metrics()}
-    names = ("vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens")
-    drafted, accepted = (int(found[name] or 0) for name in names)
-    return drafted, accepted
 
 
 def compared(engine: "LLM", told: Callable[["LLM"], Answers], expected: Answers) -> tuple[int, int]:
@@ -237,9 +230,10 @@ def test_a_policy_that_does_more_with_a_generated_token_is_refused(
     check_refused(weights, policy, NGRAM, f"cannot be served with speculative decoding, as {why}")
 
 
-def test_drafts_of_a_model_are_refused_over_pages(weights: str) -> None:
-    given = {"method": "draft_model", "model": weights, "num_speculative_tokens": 2}
-    check_refused(weights, SELECTS, given, "speculative decoding by draft_model, whose .* by ngram")
+@pytest.mark.parametrize("method", ["draft_model", "ngram"])
+def test_such_a_policy_is_refused_whoever_drafts(weights: str, method: str) -> None:
+    given = {"draft_model": drafted_by(weights), "ngram": NGRAM}[method]
+    check_refused(weights, "h2o:budget=24", given, "as it observes the attention of generated")
 
 
 def check_refused(model: str, policy: str, drafts: dict[str, Any], reason: str) -> None:

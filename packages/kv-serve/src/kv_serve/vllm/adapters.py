@@ -43,6 +43,7 @@ OVERRIDDEN: Final = (
     f"{_ATTENTION}:AttentionMetadataBuilder.build_for_drafting(common_attn_metadata, draft_index)",
     f"{_SPEC}:FullAttentionSpec.max_memory_usage_bytes(vllm_config)",
     f"{_SPEC}:FullAttentionSpec.merge(specs)",
+    f"{_SPEC}:FullAttentionSpec.is_uniform_with_collection(kv_cache_specs)",
     f"{_SPEC}:FullAttentionSpec.prefix_cacheable",
     f"{_MANAGER}.__init__(kv_cache_spec, block_pool, enable_caching, kv_cache_group_id, "
     "scheduler_block_size, dcp_world_size, pcp_world_size, needs_kv_cache_zeroing, "
@@ -61,6 +62,7 @@ OVERRIDDEN: Final = (
     "num_scheduled_tokens)",
     "vllm.v1.core.sched.scheduler:Scheduler._reserve_prefill_lookahead(request, "
     "num_computed_tokens, num_new_tokens)",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.get_kv_cache_spec()",
     f"{_CONNECTOR}.reset_cache()",
     f"{_CONNECTOR}.update_connector_output(connector_output)",
     f"{_CONNECTOR}.on_new_request(request)",

@@ -9,6 +9,7 @@ from kv_policy import KVPolicy
 from kv_policy.files import write_whole
 from kv_runtime import unlike_drafts
 from kv_serve.vllm.attach import is_ours
+from kv_serve.vllm.names import DOCUMENTS
 
 PLAIN: Final = "one format for all tokens, such as k8v4"
 # Methods of speculative decoding.
@@ -31,8 +32,8 @@ def refused_drafts(config: VllmConfig, policy: KVPolicy, *, plain: bool) -> str 
 
     A draft that is rejected leaves a token in a slot, which a later token overwrites. That is right
     where a token's bytes depend on no other: in slots. In pages drafts are stored once they are
-    right, so the policy must do nothing else with a generated token. The layers of a draft model
-    would need pages of their own.
+    right, so the policy must do nothing else with a generated token. The layers of a draft model,
+    or of heads, are then vLLM's own, beside pages.
 
     Args:
         config: the engine's.
@@ -48,19 +49,38 @@ def refused_drafts(config: VllmConfig, policy: KVPolicy, *, plain: bool) -> str 
             f"speculative decoding, as {why}; use a policy that plans after prompts alone, such as "
             "snapkv, or omit the speculative_config"
         )
-    if not plain and given.method in DRAFTERS and given.method != NGRAM:
-        return (
-            f"speculative decoding by {given.method}, whose layers would need pages of their own; "
-            f"draft by {NGRAM}, use {PLAIN}, or omit the speculative_config"
-        )
     if config.model_config.use_mla:
         return "speculative decoding of latent attention (MLA); omit the speculative_config"
     if given.method not in DRAFTERS:
-        known = f"one of the methods {', '.join(DRAFTERS)}" if plain else f"the method {NGRAM}"
+        known = f"one of the methods {', '.join(DRAFTERS)}"
         return f"speculative decoding by {given.method}; use {known}"
     if given.parallel_drafting:
         return "speculative decoding with drafts in one pass; set parallel_drafting to false"
-    return None
+    return None if plain or given.method == NGRAM else _refused_drafters(config, given.method)
+
+
+def _refused_drafters(config: VllmConfig, method: str) -> str | None:
+    """Return where the layers of a drafter are not served beside pages.
+
+    They are vLLM's own, on a CPU. Steps scheduled ahead of the last one's answer would count drafts
+    of which it is not known whether they are right.
+    """
+    device, instead = config.device_config.device_type, f"draft by {NGRAM}, or use {PLAIN}"
+    wrong = {
+        f"on {device}, as beside pages it is supported on a CPU alone; {instead}": device != "cpu",
+        "and asynchronous scheduling; set async_scheduling to false": (
+            config.scheduler_config.async_scheduling
+        ),
+        f"and vLLM's model runner V2; set VLLM_USE_V2_MODEL_RUNNER to 0, or {instead}": (
+            getattr(config, "use_v2_model_runner", False)
+        ),
+        f"and tensor parallelism; {instead}": config.parallel_config.tensor_parallel_size > 1,
+        f"and {DOCUMENTS}, which have nothing for the layers that draft; omit one of both": (
+            config.additional_config.get(DOCUMENTS)
+        ),
+    }
+    found = next((what for what, given in wrong.items() if given), None)
+    return None if found is None else f"speculative decoding by {method} {found}"
 
 
 def refused_connector(config: VllmConfig, *, plain: bool) -> str | None:

@@ -21,6 +21,7 @@ from kv_serve.vllm import boundaries, failures
 from kv_serve.vllm.attach import is_heard, stores_prefixes
 from kv_serve.vllm.config import served_policy
 from kv_serve.vllm.documents import documents
+from kv_serve.vllm.drafters import check_first, leading
 from kv_serve.vllm.memory import Memory
 from kv_serve.vllm.messages import StepMetadata, WorkerReport
 from kv_serve.vllm.metrics import PolicyMetrics, PolicyStats
@@ -65,10 +66,15 @@ class PagesConnector(
     # The worker's side.
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
-        """Create the worker over the memory that vLLM allocated."""
+        """Create the worker over the memory that vLLM allocated.
+
+        Raises:
+            UnservableError: vLLM has placed layers otherwise.
+        """
         assert self._kv_cache_config is not None, "vLLM passes it to every connector"
-        memory = Memory.of(self._kv_cache_config, kv_caches)
         groups = self._kv_cache_config.kv_cache_groups
+        check_first(leading(self._vllm_config), groups[0].layer_names)
+        memory = Memory.of(self._kv_cache_config, kv_caches)
         kept = [each for each in groups if not isinstance(each.kv_cache_spec, PagedSpec)]
         self._worker = Worker.over(self._vllm_config, self._policy, memory, kept)
 
@@ -118,9 +124,15 @@ class PagesConnector(
         """Do nothing: nothing is saved."""
 
     def wait_for_save(self) -> None:
-        """End the forward pass, which may have been a graph; vLLM calls this first after it."""
+        """End the forward pass, which may have been a graph.
+
+        vLLM calls this first after it; under speculative decoding after the drafts, which come
+        after the end of the step.
+        """
         if self.in_step:
             self.worker.finish()
+        if self._worker is not None:
+            self._worker.settle()
 
     # The scheduler's side.
 

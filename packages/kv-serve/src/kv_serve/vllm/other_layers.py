@@ -1,5 +1,7 @@
 """What a stored prefix has of the layers that vLLM keeps: blocks of windows, chunks and states.
 
+Layers that draft for a model in pages attend to all tokens, so it has all of their blocks.
+
 Tokens after a boundary attend to few blocks before it, and these are in vLLM's own layout, so a
 prefix holds them as blocks of vLLM's pool. Nobody writes to a block of keys and values again once
 it is full: the prefix has it together with the request that wrote it. A block that later tokens
@@ -12,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
 
+from kv_serve.vllm.drafters import DraftSpec
 from kv_serve.vllm.messages import BlockCopies, Place
 
 if TYPE_CHECKING:
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 
 # Whose blocks later tokens attend to without gaps, up to the newest token.
-KINDS: Final = (SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec)
+KINDS: Final = (SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec, DraftSpec)
 
 
 @dataclass(slots=True)
@@ -64,6 +67,11 @@ class OtherLayers:
         """A kind of layers of which it is not known which blocks later tokens attend to."""
         kinds = (type(each.kv_cache_spec) for each in self.managers)
         return next((kind.__name__ for kind in kinds if kind not in KINDS), None)
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether these layers keep every token of a request, so that it leaves no boundary."""
+        return all(isinstance(each.kv_cache_spec, DraftSpec) for each in self.managers)
 
     def count(self, tokens: int) -> int:
         """Count the blocks that tokens after the first `tokens` attend to."""

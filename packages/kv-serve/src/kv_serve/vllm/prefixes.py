@@ -251,7 +251,8 @@ class Prefixes:
         """
         if tokens > request.num_tokens:
             return
-        if self.others is not None and tokens < request.num_computed_tokens:
+        leaves = self.others is not None and not self.others.keeps_all
+        if leaves and tokens < request.num_computed_tokens:
             return  # a draft was right after the end, so other layers may have left this boundary
         key = keys_of(request, [tokens], budget)[tokens]
         known = self._by_key.get((Origin.TURN, key))

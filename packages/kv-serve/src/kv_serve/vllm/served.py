@@ -7,3 +7,13 @@ class ServesPolicy:
 
 class UnderPolicy:
     """Base of the implementation of attention that stores keys and values as a policy says."""
+
+
+class Kept:
+    """Base of the implementation that is vLLM's own, beside layers under a policy.
+
+    Attributes:
+        drafts: whether its layer drafts for a model in pages.
+    """
+
+    drafts: bool = False

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.config import VllmConfig
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from kv_runtime import AHEAD, Account, request_pages
@@ -61,6 +61,10 @@ class PagedSpec(FullAttentionSpec):
         """Return the spec shared by all layers of a group."""
         assert all(spec == specs[0] for spec in specs), "layers of a model share one account"
         return replace(specs[0], layers=len(specs))
+
+    def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
+        """Return whether all specs are of this type, and so share a block table."""
+        return all(isinstance(spec, PagedSpec) for spec in kv_cache_specs.values())
 
     @property
     def block(self) -> Account:

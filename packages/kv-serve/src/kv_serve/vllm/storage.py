@@ -4,6 +4,7 @@ With one format for all tokens, a token is stored in vLLM's slot, so prefix cach
 policy stores tokens in pages, and a request owns enough vLLM blocks to cover its pages.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Final
@@ -28,6 +29,7 @@ from kv_serve.vllm.attach import attach, is_ours
 from kv_serve.vllm.beside import claim_folder, refused_drafts, refused_kept
 from kv_serve.vllm.config import UnservableError, plain_format
 from kv_serve.vllm.connector import PageLayer
+from kv_serve.vllm.drafters import check_drafters, drafting_layers
 from kv_serve.vllm.names import PREFIX, TURNS
 from kv_serve.vllm.rows import RowsBuilder
 from kv_serve.vllm.shape import first_heads, kept_specs
@@ -111,7 +113,8 @@ class BilledPages:
     block_tokens: int | None  # set by the user, or None
     full: int
     config: VllmConfig = field(repr=False, compare=False)
-    _made: dict[int, PagedSpec] = field(default_factory=dict, repr=False, compare=False)
+    # Beside other layers, by the block size that was given and the bytes of their blocks.
+    _made: dict[tuple[int, int], PagedSpec] = field(default_factory=dict, repr=False, compare=False)
 
     builder: ClassVar[type[AttentionMetadataBuilder]] = RowsBuilder
 
@@ -139,9 +142,10 @@ class BilledPages:
             cells = self.shape.layers * spec.num_kv_heads
             share = -(-self.layout(BLOCK_TOKENS).token_bytes // cells)
             return replace(spec, dtype=torch.uint8, state_content_bytes=share)
-        if given not in self._made:  # equal for all layers
-            self._made[given] = self._beside(spec, kept)
-        return self._made[given]
+        most = max(each.page_size_bytes for each in kept.values())
+        if (given, most) not in self._made:  # equal for all layers
+            self._made[given, most] = self._beside(spec, kept, most)
+        return self._made[given, most]
 
     def _alone(self, spec: FullAttentionSpec) -> PagedSpec:
         tokens = self.block_tokens or BLOCK_TOKENS
@@ -150,12 +154,18 @@ class BilledPages:
         share = -(-account.block_bytes // cells)
         return _paged(spec, tokens, share, account.holding(share * cells))
 
-    def _beside(self, spec: FullAttentionSpec, kept: Mapping[str, KVCacheSpec]) -> PagedSpec:
+    def _beside(
+        self, spec: FullAttentionSpec, kept: Mapping[str, KVCacheSpec], most: int
+    ) -> PagedSpec:
         """Return a spec with blocks of whole pages, about as large as those of other layers."""
         self._check_others(kept)
+        names = drafting_layers(self.config)
+        if names:
+            beside = Counter(spec for name, spec in kept.items() if name not in names).values()
+            given = (spec for name, spec in kept.items() if name in names)
+            check_drafters(given, [self.shape.layers, *beside], self.policy)
         tokens, wanted = spec.block_size, self.block_tokens or BLOCK_TOKENS
         sizes = {n: self.layout(n).page_bytes for n in range(max(1, wanted // 2), 2 * wanted + 1)}
-        most = max(each.page_size_bytes for each in kept.values())
         page_tokens, nbytes = fit_page(sizes, wanted, most)
         account = self._account(tokens, page_tokens)
         share = nbytes // (spec.num_kv_heads * tokens)
@@ -175,9 +185,10 @@ class BilledPages:
                 "(--no-enable-prefix-caching)"
             )
         if wrong is not None:
+            drafting = kept.keys() <= drafting_layers(self.config)
+            others = "draft" if drafting else "of this model have a window or state of their own"
             raise UnservableError(
-                f"layers of this model have a window or state of their own, and {self.policy} is "
-                f"not served beside them {wrong}"
+                f"layers {others}, and {self.policy} is not served beside them {wrong}"
             )
 
     def layout(self, page_tokens: int, shape: CacheShape | None = None) -> Layout:

@@ -25,6 +25,7 @@ from kv_runtime import (
 from kv_serve.vllm.attach import is_heard
 from kv_serve.vllm.config import UnservableError
 from kv_serve.vllm.documents import LoadedDocument, documents
+from kv_serve.vllm.drafters import drafting_layers
 from kv_serve.vllm.loaded_windows import LoadedWindows
 from kv_serve.vllm.memory import Memory
 from kv_serve.vllm.messages import Place, RequestPages, StepMetadata, WorkerReport
@@ -73,6 +74,8 @@ class Worker:
     prefix_pages: dict[int, int] = field(default_factory=dict)  # of stored prefixes, as reported
     windows: LoadedWindows = field(default_factory=lambda: LoadedWindows(()))
     documents: dict[int, LoadedDocument] = field(default_factory=dict)  # not loaded yet
+    drafts: bool = False  # whether layers draft, after the forward pass of a step
+    late: tuple[tuple[int, int], ...] = ()  # copies of blocks to which they write then
 
     @classmethod
     def over(
@@ -121,7 +124,8 @@ class Worker:
                 raise UnservableError(f"{each.path} is larger than the memory: {error}") from error
             except ValueError as error:
                 raise UnservableError(f"{each.path} cannot be served: {error}") from error
-        return cls(requests, pool, memory, meter, windows=windows, documents=later)
+        drafts = bool(drafting_layers(config))
+        return cls(requests, pool, memory, meter, windows=windows, documents=later, drafts=drafts)
 
     def begin(self, metadata: StepMetadata) -> None:
         """Begin a step: free requests that ended, compress if blocks are short, and move pages.
@@ -173,9 +177,16 @@ class Worker:
         self.computed = True
         self.requests.end()
         if self.metadata is not None:
-            self.memory.copy(self.metadata.copies.after)
+            after = self.metadata.copies.after
+            self.memory.copy(after)
+            self.late = after if self.drafts else ()
         if not self.requests.attended:
             raise RuntimeError(_MADE_UP)
+
+    def settle(self) -> None:
+        """Copy what layers that draft have written since the forward pass, into stored prefixes."""
+        late, self.late = self.late, ()
+        self.memory.copy(late)
 
     def failures(self) -> list[int]:
         """Return the serials of failed requests, until they are freed."""
