@@ -87,8 +87,8 @@ class Switch:
             and KEPT in kwargs
             and vars(module).get(_SWITCH) is self
         ):
-            # Since 5.24 layers that read others' keys otherwise have the queries of these tokens
-            # alone, by which a policy would score. What the head reads is selected after the decoder.
+            # Since 5.24, layers that read others' keys otherwise have the queries of these tokens
+            # alone, and policies would score by those. The head selects what it reads again.
             changed = args, kwargs | {KEPT: 0}
         return changed
 
