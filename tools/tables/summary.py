@@ -103,7 +103,7 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "Time and memory": (
         *("cpu_peers", "peers_times", "cpu_end_to_end", "documents", "decode_before", "gate_score"),
-        *("kv_compress_cost", "leankv_overhead", "zack_speed", "layout"),
+        *("kv_compress_cost", "leankv_overhead", "zack_speed", "zack_folded", "layout"),
     ),
     "Native code on CPUs": (
         *("cpu_decode", "cpu_decode_amx", "cpu_prefill", "cpu_scores", "cpu_store", "cpu_isa"),
