@@ -316,9 +316,9 @@ def _placed(
     """Return the columns with bounds, these, and their pitch and offset as kernels take them."""
     both, unit = bounds.both, UNIT.value
     if bounds.in_pages:
-        if both.stride(1) != 1 or (both.stride(0) | both.storage_offset()) % unit:
+        if both.stride(1) != 1 or both.stride(0) % unit or int(both.storage_offset()) % unit:
             both = pad(both, (0, -both.shape[1] % unit))[:, : both.shape[1]]
-        return columns, both, both.stride(0) // unit, both.storage_offset() // unit
+        return columns, both, both.stride(0) // unit, int(both.storage_offset()) // unit
     both = both.contiguous()
     if both.storage_offset() % (2 * dim):  # those of a layer begin with a page
         both = both.clone()
