@@ -183,6 +183,21 @@ def test_bounds_of_a_layer_are_read_where_they_are() -> None:
     assert listed(found_by((q, pages, apart), reading)) == expected
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+def test_bounds_in_pages_are_found_by_their_numbers(reverse) -> None:
+    q, pages, bounds = drawn(6, B=2, H=2, G=2, D=5, reverse=reverse, whole=True)
+    reading = PageReading(Budget(30, "percent"))
+    expected = listed(by_definition(q, pages, bounds, reading))
+    assert expected != listed(pages)
+    given = q, pages, in_pages(pages, bounds)
+    for found in (
+        found_by(given, reading),
+        selected(*given, reading),
+        by_definition(*given, reading),
+    ):
+        assert listed(found) == expected
+
+
 @pytest.mark.parametrize("name", ["many", "holes"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_is_over_the_pages_read(name, dtype) -> None:
