@@ -166,8 +166,9 @@ def pages(name: str) -> None:
     for running in (RunningMean(), RunningSum()):
         triton_kernels.accumulate(whole, every, before, score, score.long(), running)
     triton_kernels.weakest(whole, every, 2 * TOKENS, every)
-    bounds = torch.empty(table_rows, 2, 2 * DIM, dtype=torch.bfloat16)
-    triton_kernels.bound(whole, before, bounds, 1)
+    for lead in ((table_rows, 2), (len(pool.padded),)):  # by column, and by page
+        bounds = torch.empty(*lead, 2 * DIM, dtype=torch.bfloat16)
+        triton_kernels.bound(whole, before, bounds, 1)
     tier = torch.zeros(table_rows, dtype=torch.uint8)
     new = NewTokens(vector[:, 0], vector[:, 0], score[:, 0], place[:, 0])
     moved = both.work(
@@ -179,11 +180,12 @@ def pages(name: str) -> None:
 def reading(group: int, dim: int, budget: Budget, dtype: torch.dtype) -> None:
     """The selection of the pages that a decode step reads."""
     q, columns = torch.empty(BATCH, HEADS, group, dim, dtype=dtype), LENGTH // TOKENS
-    both = torch.empty(BATCH, HEADS, columns, 2 * dim, dtype=torch.bfloat16)
     count = torch.zeros(BATCH, HEADS, dtype=torch.long)
-    bounds = PageBounds(both, count, missing=0)
     read = PageReading(budget, 4, 16)
-    select(q, pages_of("k8v4", (dim, dim)), bounds, read, columns // 4)
+    for lead in ((BATCH, HEADS, columns), (BATCH * HEADS * columns,)):  # by column, and by page
+        both = torch.empty(*lead, 2 * dim, dtype=torch.bfloat16)
+        bounds = PageBounds(both, count, missing=0)
+        select(q, pages_of("k8v4", (dim, dim)), bounds, read, columns // 4)
 
 
 def gate(layers: int, units: int) -> None:

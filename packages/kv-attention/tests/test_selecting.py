@@ -77,6 +77,15 @@ def drawn(
     return q.to(dtype), pages, PageBounds(both, count, missing)
 
 
+def in_pages(pages: PagedTokens, bounds: PageBounds) -> PageBounds:
+    """Return the same bounds by page, with NaN in pages that have none; rows are aligned."""
+    *_, width, dims = bounds.both.shape
+    every = torch.full((pages.table.numel(), dims + -dims % 8 + 8), torch.nan, dtype=torch.bfloat16)
+    table = pages.table.flip(2) if pages.reverse else pages.table
+    every[table[..., :width].flatten().long(), :dims] = bounds.both.flatten(0, 2)
+    return replace(bounds, both=every[:, :dims])
+
+
 def on(device: str, q: Tensor, pages: PagedTokens, bounds: PageBounds) -> Given:
     moved = replace(
         pages, **{name: getattr(pages, name).to(device) for name in ("data", "table", "length")}
@@ -105,12 +114,15 @@ def listed(pages: PagedTokens) -> list[list[int]]:
 
 
 @settings(max_examples=40)
-@given(st.integers(0, 999), SHAPES, READINGS, st.booleans())
-def test_pages_are_those_of_the_definition(seed, shape, reading, told) -> None:
+@given(st.integers(0, 999), SHAPES, READINGS, st.booleans(), st.booleans())
+def test_pages_are_those_of_the_definition(seed, shape, reading, told, inside) -> None:
     """Sums are exact, and many scores equal: the first of these pages are read."""
     q, pages, bounds = drawn(seed, **shape, whole=True)
     given = q, pages, bounds if told else replace(bounds, missing=None)
     expected = by_definition(*given, reading)
+    if inside:
+        given = q, pages, in_pages(pages, given[2])
+        assert listed(by_definition(*given, reading)) == listed(expected)
     for found in (found_by(given, reading), selected(*given, reading, waits=False)):
         assert listed(found) == listed(expected)
         assert found.length.tolist() == expected.length.tolist()
@@ -165,6 +177,25 @@ def test_bounds_of_a_layer_are_read_where_they_are() -> None:
     assert listed(found_by((q, pages, replace(bounds, both=every[1])), reading)) == expected
     beside = misaligned(bounds.both)
     assert listed(found_by((q, pages, replace(bounds, both=beside)), reading)) == expected
+    inside = in_pages(pages, bounds)
+    assert listed(found_by((q, pages, inside), reading)) == expected
+    apart = replace(inside, both=misaligned(inside.both))  # is copied
+    assert listed(found_by((q, pages, apart), reading)) == expected
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_bounds_in_pages_are_found_by_their_numbers(reverse) -> None:
+    q, pages, bounds = drawn(6, B=2, H=2, G=2, D=5, reverse=reverse, whole=True)
+    reading = PageReading(Budget(30, "percent"))
+    expected = listed(by_definition(q, pages, bounds, reading))
+    assert expected != listed(pages)
+    given = q, pages, in_pages(pages, bounds)
+    for found in (
+        found_by(given, reading),
+        selected(*given, reading),
+        by_definition(*given, reading),
+    ):
+        assert listed(found) == expected
 
 
 @pytest.mark.parametrize("name", ["many", "holes"])

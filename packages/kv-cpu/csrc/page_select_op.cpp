@@ -30,6 +30,7 @@ struct Scratch {
   std::vector<Line> queries, prepared, logits;
   std::vector<float> sums, found, score, sorted;
   std::vector<int64_t> order;
+  std::vector<Span> spans;
 };
 
 // The largest of some numbers, of those that are numbers.
@@ -53,7 +54,10 @@ class Selection {
     sequences_ = q_.size(0), heads_ = q_.size(1);
     group_ = int(within({"queries of a KV head"}, q_.size(2), 1, kMostGroup));
     dim_ = int(within({"dimensions of a key"}, q_.size(3), 1, kMostDim / 2));
-    both_ = view(both, {"bounds"}, kBFloat16, {sequences_, heads_, kAny, 2 * dim_}, Lay::kRows);
+    in_pages_ = both.dim() == 2;  // by the number of a page; otherwise by column of a table row
+    both_ = in_pages_
+                ? view(both, {"bounds"}, kBFloat16, {kAny, 2 * dim_}, Lay::kRows)
+                : view(both, {"bounds"}, kBFloat16, {sequences_, heads_, kAny, 2 * dim_}, Lay::kRows);
     table_ = view(table, {"table"}, kIntegers, {sequences_, heads_, kAny}, Lay::kContiguous);
     auto numbers = [&](const Tensor& x, const char* name) {
       return integers_of(view(x, {name}, kIntegers, {sequences_, heads_}, Lay::kContiguous));
@@ -63,7 +67,7 @@ class Selection {
     tokens_ = within({"tokens of a page"}, tokens, 1, kMost);
     within({"first"}, first, 0, kMost), within({"last"}, last, 0, kMost);
     begin_ = (first + tokens_ - 1) / tokens_;
-    const int64_t width = table_.size(2), bounded = both_.size(2);
+    const int64_t width = table_.size(2), bounded = in_pages_ ? width : both_.size(2);
     for (int64_t row = 0; row < sequences_ * heads_; ++row) {
       const int64_t there = within({"a length"}, length_[row], 0, product(width, tokens_));
       Held held;
@@ -77,6 +81,7 @@ class Selection {
       most_ = std::max(most_, held.some), all_ &= held.some == held.full;
       held_.push_back(held);
     }
+    if (in_pages_ && !all_) check_pages();
   }
 
   // The table [B, H, T] and the lengths [B, H] of the pages that are read; nothing: all are.
@@ -89,7 +94,8 @@ class Selection {
     pages_ = static_cast<int32_t*>(results[0].mutable_data_ptr());
     lengths_ = static_cast<int32_t*>(results[1].mutable_data_ptr());
     const int64_t rows = sequences_ * heads_;
-    const int64_t work = product(product(both_.size(2), 2 * dim_), rows);
+    const int64_t width = in_pages_ ? table_.size(2) : both_.size(2);
+    const int64_t work = product(product(width, 2 * dim_), rows);
     const int64_t threads =
         std::min({int64_t(torch::stable::get_num_threads()), rows, work / kWorth + 1});
     for_all(threads, 1, [&](int64_t) {
@@ -100,6 +106,19 @@ class Selection {
   }
 
  private:
+  // Raises if a page whose bounds may be read does not exist.
+  void check_pages() const {
+    const Integers table = integers_of(table_);
+    for (int64_t row = 0; row < sequences_ * heads_; ++row)
+      for (int64_t i = 0; i < held_[row].bounded; ++i)
+        within({"a page of the table"}, table[entry(row, i)], 0, both_.size(0) - 1);
+  }
+
+  int64_t entry(int64_t row, int64_t column) const {
+    const int64_t width = table_.size(2);
+    return row * width + (reverse_ ? width - 1 - column : column);
+  }
+
   void select(int64_t row, Scratch& scratch) {
     const Held& held = held_[row];
     std::vector<int64_t>& order = scratch.order;
@@ -122,11 +141,9 @@ class Selection {
     }
     for (int64_t i = end; i < held.full; ++i) order.push_back(i);
     if (held.partial) order.push_back(held.full);
-    const int64_t width = table_.size(2);
     const Integers table = integers_of(table_);
     int32_t* to = pages_ + row * width_;
-    for (int64_t i : order)
-      *to++ = int32_t(table[row * width + (reverse_ ? width - 1 - i : i)]);
+    for (int64_t i : order) *to++ = int32_t(table[entry(row, i)]);
     std::fill(to, pages_ + (row + 1) * width_, 0);
     lengths_[row] = int32_t(held.some * tokens_ + length_[row] % tokens_);
   }
@@ -160,7 +177,7 @@ class Selection {
     }
     scratch.logits.resize(int64_t(group_) * kBlock / kLanes);
     scratch.found.resize(std::max<int64_t>(dim_, group_ * count));
-    dot(format, queries, prepared, b, h, count, scratch);
+    dot(format, queries, prepared, row, count, scratch);
     scratch.score.assign(count, -kInfinity);
     float* score = scratch.score.data();
     const float* found = scratch.found.data();
@@ -179,26 +196,41 @@ class Selection {
   }
 
   // The bounds of all queries, one row of pages after the other.
-  void dot(const Format& format, const Queries& queries, const void* prepared, int64_t b, int64_t h,
+  void dot(const Format& format, const Queries& queries, const void* prepared, int64_t row,
            int64_t count, Scratch& scratch) {
-    const uint8_t* from = both_.data + b * both_.step(0) + h * both_.step(1);
-    const int64_t step = both_.step(2);
+    const uint8_t* from = both_.data;
+    if (!in_pages_) from += row / heads_ * both_.step(0) + row % heads_ * both_.step(1);
+    const int64_t step = both_.step(in_pages_ ? 0 : 2);
+    const Integers table = integers_of(table_);
     const bool in_strips = kernels_->strips && kernels_->strips(format);
     float* logits = scratch.logits[0].numbers;
     if (kernels_->begin) kernels_->begin();
-    for (int64_t first = 0; first < count; first += kBlock) {
+    const uint8_t* address[2][kBlock];
+    auto locate = [&](int64_t first, int some, const uint8_t** to) {
+      for (int i = 0; i < padded(some); ++i) {
+        const int64_t column = first + std::min(i, some - 1);
+        to[i] = from + (in_pages_ ? table[entry(row, column)] : column) * step;
+      }
+    };
+    locate(0, int(std::min<int64_t>(kBlock, count)), address[0]);
+    for (int64_t first = 0, turn = 0; first < count; first += kBlock, turn ^= 1) {
       const int some = int(std::min<int64_t>(kBlock, count - first));
-      const uint8_t* address[kBlock];
-      for (int i = 0; i < padded(some); ++i)
-        address[i] = from + (first + std::min(i, some - 1)) * step;
-      Strips strips;
+      const uint8_t *const *here = address[turn], **later = address[turn ^ 1];
+      Strips strips;  // scattered pages have none
       for (int i = 0, n = 0; i < some; i += kLanes, ++n)
-        strips.head[n] = std::min(kLanes, some - i), strips.data[n][0] = address[i];
-      const Rows rows{some, address, address, in_strips ? &strips : nullptr, step};
+        strips.head[n] = in_pages_ ? 0 : std::min(kLanes, some - i), strips.data[n][0] = here[i];
+      const Rows rows{some, here, here, in_strips ? &strips : nullptr, step};
       const int next = int(std::min<int64_t>(kBlock, count - first - some));
+      if (next) locate(first + some, next, later);
       const Span span{from + (first + some) * step, from + (first + some + next) * step};
       Ahead ahead;
-      if (next && step == 2 * format.dim) {  // the bounds of a table row are adjacent
+      if (next && in_pages_) {
+        ahead.rows = {next, later, later, nullptr, step}, ahead.bytes = 2 * format.dim;
+        scratch.spans.clear();
+        for (int i = 0; i < next; ++i) scratch.spans.push_back({later[i], later[i] + ahead.bytes});
+        ahead.span[0] = scratch.spans.data(), ahead.end[0] = ahead.span[0] + next;
+        ahead.lines = kAhead * next * ((ahead.bytes + 63) / 64);
+      } else if (next && step == 2 * format.dim) {  // the bounds of a table row are adjacent
         ahead.span[0] = &span, ahead.end[0] = &span + 1;
         ahead.lines = kAhead * int((span.last - span.first) / 64);
       }
@@ -214,7 +246,7 @@ class Selection {
   Integers length_;
   int64_t sequences_, heads_, tokens_, begin_, most_ = 0, width_ = 0;
   int group_, dim_;
-  bool reverse_, all_ = true;
+  bool reverse_, in_pages_ = false, all_ = true;
   std::vector<Held> held_;
   std::vector<int64_t> ends_;  // of each row, the first of the last pages, which are always read
   int32_t *pages_ = nullptr, *lengths_ = nullptr;

@@ -67,6 +67,16 @@ def drawn(
     return wide, pages, PageBounds(both, count)
 
 
+def in_pages(pages: PagedTokens, bounds: PageBounds) -> PageBounds:
+    """Return the same bounds by page, as far as they are known; pages are larger."""
+    *_, width, dims = bounds.both.shape
+    every = torch.full((pages.table.numel(), dims + 5), torch.nan, dtype=torch.bfloat16)
+    table = pages.table.flip(2) if pages.reverse else pages.table
+    known = torch.arange(width) < bounds.count[..., None]
+    every[table[known].long(), :dims] = bounds.both[known]
+    return replace(bounds, both=every[:, :dims])
+
+
 def listed(pages: PagedTokens, b: int, h: int) -> list[int]:
     held = -(-int(pages.length[b, h]) // pages.layout.tokens)
     row = pages.table[b, h]
@@ -98,11 +108,12 @@ def assert_same(found: PagedTokens, given: tuple, error: float) -> None:
 def test_pages_are_those_of_the_definition(near, seed, shape, reading) -> None:
     q, pages, bounds = drawn(seed, **shape)
     given = q, pages, bounds, reading
-    found = select_pages(*given)
-    assert found is not None
-    assert_same(found, given, max(near, 1e-5))
-    if found is not pages:
-        assert found.longest >= int(found.length.max())
+    for each in (bounds, in_pages(pages, bounds)):
+        found = select_pages(q, pages, each, reading)
+        assert found is not None
+        assert_same(found, given, max(near, 1e-5))
+        if found is not pages:
+            assert found.longest >= int(found.length.max())
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -153,6 +164,8 @@ def test_what_native_code_does_not_read_is_left_to_torch() -> None:
         ({"length": torch.tensor([[21]])}, "a length is 21; it must be 0 to 20"),
         ({"count": torch.tensor([[21]])}, "a count is 21; it must be 0 to 20"),
         ({"both": torch.zeros(1, 1, 20, 5, dtype=torch.bfloat16)}, "bounds"),
+        ({"both": torch.zeros(20, 5, dtype=torch.bfloat16)}, "bounds"),
+        ({"both": torch.zeros(19, 6, dtype=torch.bfloat16)}, "a page of the table is 19"),
         ({"table": torch.zeros(1, 2, 20, dtype=torch.int32)}, "table"),
     ],
 )

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bounded_world import World
+from bounded_world import IN_PAGES, LAYOUT, World
 from kv_paging import PagePool, Tiers, torch_kernels, triton_kernels
 from kv_policy import PagedTokens, PageLayout
 from page_twins import vectors
@@ -32,11 +32,15 @@ def filled(kind: str, dim: int, tokens: int, lengths: list[int], seed: int) -> B
     return both
 
 
-def bounded(whole: PagedTokens, kernels: object, count: torch.Tensor, most: int) -> torch.Tensor:
+def bounded(
+    whole: PagedTokens, kernels: object, count: torch.Tensor, most: int, *, by_page: bool = False
+) -> torch.Tensor:
     tokens, dim = whole.layout.tokens, whole.layout.format.key.dim
-    both = torch.full((len(count), whole.table.shape[2] + 1, 2 * dim), 7, dtype=torch.bfloat16)
-    both = both.to(count.device)
+    lead = (len(count), whole.table.shape[2] + 1)
+    both = torch.full((*lead, 2 * dim), 7, dtype=torch.bfloat16).to(count.device)
     assert whole.longest <= both.shape[1] * tokens
+    if by_page:  # pages are aligned
+        both = both.new_full((len(whole.data), 2 * dim + -2 * dim % 8 + 8), 7)[:, : 2 * dim]
     kernels.bound(whole, count, both, most)
     return both.cpu()
 
@@ -50,8 +54,9 @@ def bounded(whole: PagedTokens, kernels: object, count: torch.Tensor, most: int)
     st.lists(st.integers(0, 50), min_size=1, max_size=3),
     st.sampled_from([1, 2, 9]),
     st.booleans(),
+    st.booleans(),
 )
-def test_bounds_are_those_of_torch(seed, kind, dim, tokens, lengths, most, holes) -> None:
+def test_bounds_are_those_of_torch(seed, kind, dim, tokens, lengths, most, holes, by_page) -> None:
     """Of the pages that have none; others keep theirs. Slots of no position are empty."""
     both = filled(kind, dim, tokens, [*lengths, 1], seed)
     found = []
@@ -60,13 +65,14 @@ def test_bounds_are_those_of_torch(seed, kind, dim, tokens, lengths, most, holes
         full = store.length.flatten().long() // tokens
         g = torch.Generator().manual_seed(seed)
         count = (torch.rand(len(full), generator=g).to(full.device) * full).long()
-        found.append(bounded(whole, kernels, count, most))
+        found.append(bounded(whole, kernels, count, most, by_page=by_page))
     torch.testing.assert_close(*found, rtol=0, atol=0, equal_nan=True)
 
 
-def test_a_store_knows_which_pages_have_none() -> None:
+@pytest.mark.parametrize("layout", [LAYOUT, IN_PAGES], ids=["beside", "inside"])
+def test_a_store_knows_which_pages_have_none(layout: PageLayout) -> None:
     """After random operations, as `test_key_bounds` does; each page is bounded in one launch."""
-    world = World.of(5, kernels="triton")
+    world = World.of(5, kernels="triton", layout=layout)
     world.append(9)
     world.update()
     for operation in (World.grow, World.append, World.compact, World.replace, World.select):

@@ -7,22 +7,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bounded_world import World
-from kv_paging.bounding import bounds_of
+from bounded_world import IN_PAGES, LAYOUT, World
+from kv_paging.bounding import bounds_in, bounds_of
 
 OPERATIONS: tuple[Callable[[World], None], ...] = (
     World.append, World.grow, World.evict_one, World.compact, World.remove, World.replace,
     World.select, World.truncate, World.clear, World.trim, World.join, World.rewrite,
+    World.branch,
 )  # fmt: skip
+LAYOUTS = pytest.mark.parametrize("layout", [LAYOUT, IN_PAGES], ids=["beside", "inside"])
 
 
+@LAYOUTS
 @settings(max_examples=80)
 @given(
     st.integers(0, 99),
     st.lists(st.sampled_from([*OPERATIONS, World.append, World.update, World.update]), max_size=12),
 )
-def test_bounds_are_of_the_stored_keys_after_any_operations(seed, operations) -> None:
-    world = World.of(seed)
+def test_bounds_are_of_the_stored_keys_after_any_operations(layout, seed, operations) -> None:
+    world = World.of(seed, layout=layout)
     world.append()
     world.update()
     for operation in operations:
@@ -30,6 +33,37 @@ def test_bounds_are_of_the_stored_keys_after_any_operations(seed, operations) ->
         if world.tiers.stores[0].bounds.count.numel() == world.tiers.stores[0].length.numel():
             world.check()  # what is still known is right
     world.update()
+
+
+def test_sequences_bring_their_bounds_in_pages_with_them() -> None:
+    """Joined and branched, full pages are bounded once; a page is copied with its bounds."""
+    world = World.of(4, layout=IN_PAGES)
+    world.append(30)
+    world.update()
+    store = world.tiers.stores[0]
+    first = store.bounds.count.view(store.length.shape)[:, 0].clone()
+    assert first.sum() > 0
+    world.branch()
+    world.check()
+    found = store.bounds.count.view(store.length.shape)
+    assert torch.equal(found[:, 2], first)
+    world.tiers.select(torch.tensor([2, 2, 0]))
+    world.check()
+    assert torch.equal(store.bounds.count.view(store.length.shape)[:, 1], first)
+    world.join()
+    found = store.bounds.count.view(store.length.shape)
+    assert torch.equal(found[:, 0], first)
+    assert found[:, 3].sum() == 0
+    world.update()
+
+
+def test_pages_that_are_not_aligned_have_no_bounds() -> None:
+    with pytest.raises(ValueError, match="no bounds; use a layout with bounds=True"):
+        bounds_in(torch.zeros(2, LAYOUT.nbytes, dtype=torch.uint8), LAYOUT)
+    wide = torch.zeros(2, IN_PAGES.nbytes + 8, dtype=torch.uint8)
+    for data in (wide[:, : IN_PAGES.nbytes], wide.view(-1)[8 : 8 + IN_PAGES.nbytes][None]):
+        with pytest.raises(ValueError, match="both must be multiples of 16"):
+            bounds_in(data, IN_PAGES)
 
 
 def test_appending_drops_no_bound() -> None:
@@ -87,3 +121,7 @@ def test_bytes_are_those_of_the_tensors() -> None:
     bounds = world.tiers.stores[0].bounds
     rows, width = world.tiers.stores[0].length.numel(), bounds.both.shape[1]
     assert bounds.nbytes == rows * (width * 2 * 4 * 2 + 8)
+    world = World.of(3, layout=IN_PAGES)
+    world.append(30)
+    world.update()
+    assert world.tiers.stores[0].bounds.nbytes == rows * 8  # the others are in pages

@@ -71,6 +71,30 @@ def test_fitted_holds_as_many_blocks_as_there_is_room_for(
     assert layout.nbytes - layout.used < block
 
 
+@given(FORMATS, st.integers(1, 8), st.booleans(), st.booleans())
+def test_bounds_are_behind_everything_else(
+    format: TokenFormat, blocks: int, scores: bool, positions: bool
+) -> None:
+    given = format, blocks * format.block, scores, positions
+    plain, layout = PageLayout.sized(*given), PageLayout.sized(*given, bounds=True)
+    assert layout.segments == plain.segments
+    assert (layout.score_offset, layout.position_offset) == (
+        plain.score_offset,
+        plain.position_offset,
+    )
+    assert layout.token_bytes == plain.token_bytes
+    assert (plain.bound_bytes, layout.bound_bytes) == (0, 2 * 2 * format.key.dim)
+    assert layout.bound_offset % 16 == layout.nbytes % 16 == 0
+    assert plain.used <= layout.bound_offset < plain.used + 16
+    assert layout.used == layout.bound_offset + layout.bound_bytes <= layout.nbytes
+    assert layout.nbytes < layout.used + 16
+    assert layout != PageLayout(*given[:2], layout.nbytes, scores, positions)
+    with pytest.raises(ValueError, match="it must have a multiple of 16 bytes"):
+        PageLayout(*given[:2], layout.nbytes + 8, scores, positions, bounds=True)
+    with pytest.raises(ValueError, match=f"take {layout.used} bytes"):
+        PageLayout(*given[:2], layout.nbytes - 16, scores, positions, bounds=True)
+
+
 @given(FORMATS, st.integers(1, 20))
 def test_what_does_not_fit_is_refused(format: TokenFormat, missing: int) -> None:
     room = PageLayout.sized(format, format.block).nbytes

@@ -209,6 +209,7 @@ def test_memory_is_fixed_before_requests_decode() -> None:
         ("kv-compress:rate=2,every=4+k8v4", "triton", False),  # here, too
         ("keydiff:budget=9+k8v4", "triton", True),
         ("k4v4:keys=channel,block=16", "triton", False),  # blocks of tokens synchronize
+        ("k8v4+quest", "triton", False),  # the host leaves layers out
     ],
 )
 def test_steps_are_captured_if_the_device_alone_does_them(

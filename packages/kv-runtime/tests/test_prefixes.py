@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kv_paging import PagePool
 from kv_policy import KVPolicy, parse
-from kv_runtime import PolicyCache, RequestBatch, RequestRows, RequestStep, appends_only
+from kv_runtime import Layout, PolicyCache, RequestBatch, RequestRows, RequestStep, appends_only
 from tiered_policies import SHAPE
 
 SCALE, CHUNK, LENGTH = 0.4, 7, 64
@@ -25,6 +25,8 @@ POLICIES = (
     "kv-compress:rate=2,floor=12",
     "h2o:budget=12",
     "leankv:window=4",
+    "k8v4+quest:budget=20,sinks=0,recent=0,whole=1",  # the page that is appended to, and another
+    "snapkv:budget=40,window=4+k8v4+quest:budget=20,sinks=0,recent=0,whole=0",
 )
 FIXED = (("k8v4:window=8", 4), ("snapkv:budget=12,window=4+k8v4", 4))  # memory of fixed addresses
 BOUNDARY, PROMPT = 24, 31
@@ -102,7 +104,7 @@ class Engine:
     told: dict[str, Exception] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        size = PolicyCache(self.policy, SHAPE).layout.page_bytes
+        size = Layout.of(self.policy, SHAPE, None, 16, pooled=True).page_bytes
         memory = torch.full((self.pages, size), 255, dtype=torch.uint8)
         self.pool = PagePool.over(memory, poison=True)
         empty = PolicyCache(self.policy, SHAPE, backend="torch", pool=self.pool, careful=True)

@@ -15,7 +15,7 @@ from kv_policy import Budget, CompositionError, PageReading, compose, parse
 from kv_runtime.cache import PolicyCache
 from kv_runtime.layout import Layout
 from native import need
-from readings import Reads, Watched, check_bounds, steps
+from readings import Reads, Watched, check_bounds, over_pool, steps
 from tiered_policies import SHAPE, ByKey, Exact, Ladder, Turned
 from tiered_world import World, one, ragged
 
@@ -83,6 +83,57 @@ def test_pages_are_selected_by_true_bounds_and_no_other_is_read(name, watched) -
     assert watched.fewer > 20
     cache.batch.tiers.parts[0].update_bounds()
     check_bounds(cache)
+
+
+@pytest.mark.parametrize("name", KEEPING)
+def test_bounds_in_pages_of_a_pool_give_the_same(name, watched) -> None:
+    """A cache over a pool that others share, beside one with bounds of its own; bit by bit."""
+    policy, found = compose(KEEPING[name], Reads(8)), []
+    for inside in (False, True):
+        torch.manual_seed(7)
+        cache = PolicyCache(policy, SHAPE, page_tokens=4, backend="torch")
+        if inside:
+            cache = over_pool(policy)
+        outputs = steps(cache, (ragged(31, 18), *[one()] * 9, ragged(3, 11), *[one()] * 6))
+        cache.select(torch.tensor([1, 1, 0]))
+        found.append(outputs + steps(cache, [one(3)] * 5))
+        cache.batch.tiers.parts[0].update_bounds()
+        check_bounds(cache)
+    assert all(torch.equal(*both) for both in zip(*found, strict=True))
+    assert cache.batch.tiers.parts[0].bounds.in_pages
+    assert watched.fewer > 40
+    cache.release()
+    assert cache._pool.used == 0
+
+
+def test_what_continues_a_sequence_has_its_bounds(watched) -> None:
+    """They are computed before the first continuation, in pages that both hold."""
+    torch.manual_seed(8)
+    cache = over_pool(Reads(8))
+    steps(cache, [ragged(31, 18)])
+    made = [cache.branch(1) for _ in range(2)]
+    first = cache.batch.tiers.parts[0]
+    for each in made:
+        store = each.batch.tiers.parts[0]
+        full = (store.length // 4).flatten().tolist()
+        assert store.bounds.count.tolist() == full
+        assert set(full) == {4}
+        shared = store.table[..., :4]
+        assert torch.equal(shared[:, 0], first.table[:, 1, :, :4])
+        check_bounds(each)
+    assert cache._pool.shares
+
+
+def test_native_code_reads_the_bounds_in_pages(watched) -> None:
+    need("cpu")
+    watched.poison = False
+    found = []
+    for backend in ("torch", "cpu"):
+        torch.manual_seed(3)
+        cache = over_pool(Reads(8), backend=backend)
+        found.append(steps(cache, (ragged(31, 18), *[one()] * 9)))
+    for mine, other in zip(*found, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
 
 
 @settings(max_examples=15)
@@ -156,15 +207,25 @@ def test_bytes_of_bounds_are_in_the_report() -> None:
     parts = memory.pages_held_bytes + memory.table_bytes + memory.window_bytes
     assert memory.total_bytes == parts + memory.bound_bytes
     assert "bounds of pages" in repr(memory)
+    shared = over_pool(Reads(8))
+    steps(shared, (ragged(31, 18), one()))
+    memory, page = shared.memory(), shared.layout.pages[0][0]
+    assert memory.bound_bytes == memory.pages_used * 2 * 6 * 2 + 12 * 8
+    assert memory.vector_bytes + memory.unfilled_bytes == memory.pages_used * (
+        page.nbytes - page.bound_bytes
+    )
+    own = memory.table_bytes + memory.window_bytes + 12 * 8
+    assert memory.total_bytes == memory.pages_held_bytes + own
     plain = PolicyCache(parse("raw"), SHAPE, page_tokens=4, backend="torch")
     steps(plain, (ragged(31, 18), one()))
     assert plain.memory().bound_bytes == 0
 
 
 def test_what_cannot_have_bounds_is_refused() -> None:
-    layout = Layout.of(Reads(8), SHAPE, None, 4)
-    pool = PagePool(layout.page_bytes, 0, grows=True)
-    with pytest.raises(ValueError, match=r"which a pool shared by several caches does not account"):
+    layout = Layout.of(Reads(8), SHAPE, None, 4, pooled=True)
+    memory = torch.zeros(9, layout.page_bytes + 8, dtype=torch.uint8)
+    pool = PagePool.over(memory[:, : layout.page_bytes])
+    with pytest.raises(ValueError, match=r"both must be multiples of 16 where pages have bounds"):
         PolicyCache(Reads(8), SHAPE, page_tokens=4, pool=pool)
     ranks = compose(Turned("6253", "154"), parse("raw"), Reads(8))
     with pytest.raises(ValueError, match=r"stores heads with .* different ranks"):
@@ -173,6 +234,8 @@ def test_what_cannot_have_bounds_is_refused() -> None:
         compose(Ladder(), Exact(2), Reads(8))
     with pytest.raises(ValueError, match=r"keeps bounds of the pages of one format, and has 2"):
         PolicyCache(_Two(), SHAPE, page_tokens=4)
+    with pytest.raises(ValueError, match=r"keeps bounds of the pages of one format, and has 2"):
+        Layout.of(_Two(), SHAPE, None, 4, pooled=True)
     blocks = compose(Exact(1, block=4), Reads(8))
     with pytest.raises(ValueError, match=r"waits for the device .* use backend='torch'"):
         PolicyCache(blocks, SHAPE, page_tokens=4, backend="triton")

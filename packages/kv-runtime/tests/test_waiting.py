@@ -8,7 +8,7 @@ import torch
 
 from kv_paging import PagePool
 from kv_policy import CacheShape, parse
-from kv_runtime import PolicyCache, RequestBatch, RequestRows, RequestStep
+from kv_runtime import Layout, PolicyCache, RequestBatch, RequestRows, RequestStep
 from kv_runtime.copies import HostCopy, to_device
 from unread import reading_raises
 
@@ -16,12 +16,15 @@ SHAPE = CacheShape(2, 1, 2, 16, 16, torch.float32)
 PROMPTS, STEPS = (20, 17), 3
 
 
-@pytest.mark.parametrize("text", ["kv-compress:rate=2,floor=8+k8v4", "leankv", "raw"])
+READS = "k8v4+quest:budget=16,sinks=0,recent=0,whole=1"
+
+
+@pytest.mark.parametrize("text", ["kv-compress:rate=2,floor=8+k8v4", "leankv", "raw", READS])
 def test_a_decode_step_and_the_count_of_its_pages(
     text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = parse(text)
-    nbytes = PolicyCache(policy, SHAPE, backend="triton").layout.page_bytes
+    nbytes = Layout.of(policy, SHAPE, None, 16, pooled=True).page_bytes
     pool = PagePool.over(torch.zeros(400, nbytes, dtype=torch.uint8), kernels="triton")
     empty = PolicyCache(policy, SHAPE, backend="triton", pool=pool, careful=True)
     batch = RequestBatch(empty, 0.3, MagicMock(side_effect=AssertionError))

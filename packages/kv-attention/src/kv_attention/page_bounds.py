@@ -1,6 +1,6 @@
 """Bounds of the keys in pages, and what is computed from them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -15,14 +15,34 @@ class PageBounds:
     """Bounds of the keys in the first pages of each table row of `PagedTokens`.
 
     Attributes:
-        both: the largest number of each channel in a page, then the smallest.
+        both: the largest number of each channel in a page, then the smallest; by column of a table
+            row, or by the number of a page in the table (`in_pages`).
         count: pages of a table row with bounds, from the first one on; others are always read.
         missing: at most so many full pages of a row have none, as the host knows; None: unknown.
     """
 
-    both: Float[Tensor, "B H T _"]
+    both: Float[Tensor, "B H T _"] | Float[Tensor, "P _"]
     count: Int[Tensor, "B H"]
     missing: int | None = None
+
+    @property
+    def in_pages(self) -> bool:
+        """Whether bounds are found by the number of a page."""
+        return self.both.ndim == 2
+
+    def by_column(self, pages: PagedTokens, columns: int) -> "PageBounds":
+        """Return a copy of the bounds of the first columns of each table row, if they are in pages.
+
+        Those of columns without bounds are of any page.
+        """
+        if not self.in_pages:
+            return self
+        width = pages.table.shape[2]
+        column = torch.arange(min(columns, width), device=pages.table.device)
+        known = column < self.count[..., None]
+        at = width - 1 - column if pages.reverse else column
+        page = pages.table[:, :, at].long().where(known, 0)
+        return replace(self, both=self.both[page])
 
 
 @runtime_checkable

@@ -27,7 +27,11 @@ def select_pages(
             for query in q[b, h].double():
                 found = []
                 for at in range(min(known, full)):
-                    both = bounds.both[b, h, at].double()
+                    place: tuple[int, ...] = (b, h, at)
+                    if bounds.both.ndim == 2:  # by page
+                        column = width - 1 - at if pages.reverse else at
+                        place = (int(pages.table[b, h, column]),)
+                    both = bounds.both[place].double()
                     # Not their maximum: a page of empty slots has no largest number.
                     found.append(float((query * both[:dim].where(query > 0, both[dim:])).sum()))
                 for at, x in enumerate(found):

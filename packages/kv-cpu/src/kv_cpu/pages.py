@@ -237,7 +237,7 @@ def weakest(
 
 
 def bound(
-    pages: PagedTokens, count: Int[Tensor, " S"], both: BFloat16[Tensor, "S T _"], most: int
+    pages: PagedTokens, count: Int[Tensor, " S"], both: BFloat16[Tensor, "*T _"], most: int
 ) -> None:
     """Bound keys, some pages at a time.
 

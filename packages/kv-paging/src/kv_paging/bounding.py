@@ -5,12 +5,13 @@ from dataclasses import replace
 from typing import Final
 
 import torch
-from jaxtyping import BFloat16, Bool, Float, Int
+from jaxtyping import BFloat16, Bool, Float, Int, UInt8
 from torch import Tensor
 
 from kv_paging.table import PageTable, spread
 from kv_paging.tokens import Stored
-from kv_policy import PagedTokens
+from kv_policy import PagedTokens, PageLayout
+from kv_policy.pages import ALIGNED
 
 DTYPE: Final = torch.bfloat16  # 2 bytes for the range of float32
 READ: Final = 1 << 21  # numbers of keys that are decoded together
@@ -25,7 +26,7 @@ def bound_decoded(
     reader: Callable[..., Stored],
     pages: PagedTokens,
     count: Int[Tensor, " S"],
-    both: BFloat16[Tensor, "S T _"],
+    both: BFloat16[Tensor, "*T _"],
 ) -> None:
     """Do what `PageKernels.bound` does, with keys that some kernels decode, some at a time.
 
@@ -43,7 +44,28 @@ def bound_decoded(
         each = replace(pages, table=page, length=length, reverse=False, longest=tokens)
         found = reader(each, alone, tokens, frozenset({"keys"}))
         assert found.key is not None, "requested"
-        both[rows, columns] = bounds_of(found.key, found.held)
+        mine = bounds_of(found.key, found.held)
+        if both.ndim == 2:  # the same for all rows that hold a page
+            both[page.flatten().long()] = mine
+        else:
+            both[rows, columns] = mine
+
+
+def bounds_in(data: UInt8[Tensor, "P nbytes"], layout: PageLayout) -> BFloat16[Tensor, "P _"]:
+    """Return the bounds in pages as numbers, in place.
+
+    Raises:
+        ValueError: pages of this layout have none, or their addresses are not aligned.
+    """
+    if not layout.bounds:
+        raise ValueError("pages of this layout have no bounds; use a layout with bounds=True")
+    if (data.storage_offset() | data.stride(0)) % ALIGNED:
+        raise ValueError(
+            f"pages are {data.stride(0)} bytes apart, from byte {data.storage_offset()} of their "
+            f"memory on; both must be multiples of {ALIGNED} where pages have bounds"
+        )
+    first = layout.bound_offset
+    return data[:, first : first + layout.bound_bytes].view(DTYPE)
 
 
 def bounds_of(key: Float[Tensor, "S L D"], held: Bool[Tensor, "S L"]) -> BFloat16[Tensor, "S _"]:

@@ -149,8 +149,7 @@ class HeadPages:
 
     def keep_bounds(self) -> None:
         """Keep bounds of the keys in full pages, which `KeyBounds.update` computes."""
-        dim = self.layout.format.key.dim
-        self._bounds = KeyBounds(self._length.numel(), dim, self.pool.device)
+        self._bounds = KeyBounds(self._length.numel(), self.layout, self.pool.device)
 
     @property
     def changes(self) -> int:
@@ -406,12 +405,14 @@ class HeadPages:
     def _join(self, other: "HeadPages") -> None:
         """Append the other's sequences in every layer; the other has none afterwards."""
         longest = max(self.longest, other.longest)
+        lead, others = self._length.shape, other._length.shape
         if not self._table.reverse:  # the right side is joined with the left
             left = (self.held_pages(), other.held_pages())
             self._table.join(other._table, len(self._length), left if self._facing else None)
         self._length = torch.cat((self._length, other._length), 1)
         self._longest = longest
-        self._forget_bounds()
+        if self._bounds is not None and other._bounds is not None:
+            self._bounds.join(other._bounds, lead, others)
         self._note_change()
         other._empty()
 
@@ -444,7 +445,8 @@ class HeadPages:
         if not other._table.reverse:  # the right side is given with the left
             other._table.take(self._table, rows)
         other._length = self._length[:, sequence : sequence + 1].clone()
-        other._forget_bounds()
+        if self._bounds is not None and other._bounds is not None:
+            self._bounds.branch(other._bounds, rows)
         if joint:
             self.pool.share(other._table.within(full, joint))
         if total:

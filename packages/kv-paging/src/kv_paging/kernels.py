@@ -125,14 +125,15 @@ class PageKernels(Protocol):
         self,
         pages: PagedTokens,
         count: Int[Tensor, " S"],
-        both: BFloat16[Tensor, "S T _"],
+        both: BFloat16[Tensor, "*T _"],
         most: int,
     ) -> None:
         """Compute the bounds of the keys in each row's full pages from page count[i] on.
 
         A bound is a channel's largest number in a page, and its smallest, rounded outwards. `both`
-        has columns for all full pages; the bounds of other pages are left as they are. `most` is
-        about how many pages of a row have none.
+        are [S, T, 2 D] with columns for all full pages, or [P, 2 D] by the number of a page, where
+        several rows may hold it; the bounds of other pages are left as they are. `most` is about
+        how many pages of a row have none.
         """
         ...
 

@@ -6,9 +6,9 @@ import torch
 from jaxtyping import BFloat16, Bool, Int
 from torch import Tensor
 
-from kv_paging.bounding import DTYPE
+from kv_paging.bounding import DTYPE, bounds_in
 from kv_paging.kernels import PageKernels
-from kv_policy import PagedTokens
+from kv_policy import PagedTokens, PageLayout
 
 SPARE: Final = 32  # columns that are allocated beyond those needed
 
@@ -18,21 +18,26 @@ class KeyBounds:
 
     They are of full pages alone, as the page that is appended to changes, and rounded outwards: no
     stored key is outside. The store says which pages change, and `update` computes what is missing.
+
+    They are in the pages themselves if the layout has them there, by the number of a page: they
+    move, are copied and are freed with it. Otherwise they are in memory of their own, by table row.
     """
 
-    def __init__(self, table_rows: int, dim: int, device: torch.device) -> None:
-        """Create bounds of no page, for keys of `dim` dimensions."""
-        self.dim = dim
-        self.both: BFloat16[Tensor, "S T 2D"] = torch.empty(
-            table_rows, 0, 2 * dim, dtype=DTYPE, device=device
+    def __init__(self, table_rows: int, layout: PageLayout, device: torch.device) -> None:
+        """Create bounds of no page, for the keys of a layout."""
+        self.dim, self.in_pages = layout.format.key.dim, layout.bounds
+        lead = (0,) if self.in_pages else (table_rows, 0)
+        self.both: BFloat16[Tensor, "S T 2D"] | BFloat16[Tensor, "P 2D"] = torch.empty(
+            *lead, 2 * self.dim, dtype=DTYPE, device=device
         )
         self.count: Int[Tensor, " S"] = torch.zeros(table_rows, dtype=torch.long, device=device)
         self._changes = -1  # of the store at the last update, if steps alone have followed
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the bounds, with the columns allocated ahead."""
-        return sum(x.numel() * x.itemsize for x in (self.both, self.count))
+        """Bytes of the bounds outside of pages, with the columns allocated ahead."""
+        own = (self.count,) if self.in_pages else (self.both, self.count)
+        return sum(x.numel() * x.itemsize for x in own)
 
     def forget(self, table_rows: Int[Tensor, " S"], some: Bool[Tensor, " S"] | None = None) -> None:
         """Drop the bounds of table rows whose tokens change; of the marked ones, if given."""
@@ -47,12 +52,37 @@ class KeyBounds:
 
     def reorder(self, rows: Int[Tensor, " S2"]) -> None:
         """Assign the bounds of rows[i] to table row i."""
-        self.both, self.count = self.both[rows], self.count[rows]
+        if not self.in_pages:
+            self.both = self.both[rows]
+        self.count = self.count[rows]
         self._changes = -1
+
+    def join(self, other: "KeyBounds", lead: tuple[int, ...], others: tuple[int, ...]) -> None:
+        """Append the bounds of the other's sequences in every layer; those outside of pages go.
+
+        Args:
+            other: the other bounds.
+            lead: layers, sequences and heads of these.
+            others: those of the other.
+        """
+        if not self.in_pages:
+            self.clear(lead[0] * (lead[1] + others[1]) * lead[2])
+            return
+        self.count = torch.cat((self.count.view(lead), other.count.view(others)), 1).flatten()
+        self._changes = -1
+
+    def branch(self, other: "KeyBounds", table_rows: Int[Tensor, " S"]) -> None:
+        """Let other bounds have those of these table rows, whose pages they share or copy."""
+        if other.in_pages:
+            other.both, other.count = self.both, self.count[table_rows]
+            other._changes = -1
+        else:
+            other.clear(len(table_rows))
 
     def clear(self, table_rows: int) -> None:
         """Drop everything, for another number of table rows."""
-        self.both = self.both.new_empty(table_rows, 0, 2 * self.dim)
+        if not self.in_pages:
+            self.both = self.both.new_empty(table_rows, 0, 2 * self.dim)
         self.count = self.count.new_zeros(table_rows)
         self._changes = -1
 
@@ -69,11 +99,14 @@ class KeyBounds:
         full = whole.length.flatten().long() // whole.layout.tokens
         if full.numel() != self.count.numel():
             self.clear(full.numel())
+        if self.in_pages:
+            self.both = bounds_in(whole.data, whole.layout)  # of a pool that may have grown
         assert whole.longest is not None, "a store has a bound"
         columns = whole.longest // whole.layout.tokens
         if not columns or not full.numel():
             return
-        self._widen(columns)
+        if not self.in_pages:
+            self._widen(columns)
         # A step fills at most one page of a row; before, there may have been a prompt.
         kernels.bound(whole, self.count, self.both, 1 if changes == self._changes else columns)
         self.count = torch.maximum(self.count, full)

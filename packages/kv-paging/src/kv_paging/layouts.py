@@ -43,6 +43,7 @@ def fit(
     tokens: int = 16,
     scores: bool = False,
     positions: bool = False,
+    bounds: bool = False,
 ) -> tuple[PageLayout, ...]:
     """Return layouts of equal pages for several formats, with the fewest unused bytes.
 
@@ -62,10 +63,11 @@ def fit(
         tokens: approximate number of tokens of the first format per page.
         scores: pages hold a float32 score per token.
         positions: pages hold an int32 position per token.
+        bounds: pages of the only format hold bounds of their keys.
 
     Raises:
         ValueError: no format, tokens below 1, or a page of twice as many tokens is still smaller
-            than a block of some format.
+            than a block of some format; or bounds for several formats.
     """
     if not formats:
         raise ValueError("no format is given; give at least that of one tier")
@@ -73,6 +75,12 @@ def fit(
         raise ValueError(f"a page cannot hold {tokens} tokens; use at least 1")
     first = formats[0]
     blocks = max(1, -(-tokens // first.block))
+    if bounds and len(formats) > 1:
+        raise ValueError(
+            f"pages of {len(formats)} formats are to have bounds of their keys; give one format"
+        )
+    if bounds:
+        return (PageLayout.sized(first, blocks * first.block, scores, positions, bounds),)
     beside = 4 * (scores + positions)
     bytes_of = [form.nbytes + form.block * beside for form in formats]
     if 2 * blocks * bytes_of[0] < max(bytes_of):

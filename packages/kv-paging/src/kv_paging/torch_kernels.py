@@ -203,7 +203,7 @@ def weakest(
 
 
 def bound(
-    pages: PagedTokens, count: Int[Tensor, " S"], both: BFloat16[Tensor, "S T _"], most: int
+    pages: PagedTokens, count: Int[Tensor, " S"], both: BFloat16[Tensor, "*T _"], most: int
 ) -> None:
     """Bound keys; synchronizes with the device to list the pages."""
     bound_decoded(read, pages, count, both)

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 import torch
 
 from kv_paging import PagePool, Tiers
+from kv_paging.bounding import bounds_in
 from kv_policy import DROP, NOBODY, PageLayout, RawCodec, TokenFormat
 
 RAW = TokenFormat(RawCodec(4, torch.float32), RawCodec(2, torch.float32))
 LAYOUT = PageLayout.sized(RAW, 4, scores=True, positions=True)
+IN_PAGES = PageLayout.sized(RAW, 4, scores=True, positions=True, bounds=True)
 HEADS = 2
 
 
@@ -20,9 +22,9 @@ class World:
     tiers: Tiers
 
     @classmethod
-    def of(cls, seed: int, kernels: str | None = None) -> "World":
-        pool = PagePool(LAYOUT.nbytes, 0, grows=True, poison=True, kernels=kernels)
-        tiers = Tiers(pool, [LAYOUT], 2, 2, HEADS)
+    def of(cls, seed: int, kernels: str | None = None, layout: PageLayout = LAYOUT) -> "World":
+        pool = PagePool(layout.nbytes, 0, grows=True, poison=True, kernels=kernels)
+        tiers = Tiers(pool, [layout], 2, 2, HEADS)
         tiers.stores[0].keep_bounds()
         world = cls(seed, tiers)
         torch.manual_seed(seed)
@@ -83,18 +85,35 @@ class World:
     def trim(self) -> None:
         self.tiers.trim()
 
-    def join(self) -> None:
-        other = Tiers(self.tiers.pool, [LAYOUT], 2, 1, HEADS)
+    @property
+    def layout(self) -> PageLayout:
+        return self.tiers.stores[0].layout
+
+    def another(self) -> Tiers:
+        other = Tiers(self.tiers.pool, [self.layout], 2, 1, HEADS)
         other.stores[0].keep_bounds()
+        return other
+
+    def join(self) -> None:
+        other = self.another()
         World(0, other).append(9)
+        self.tiers.join(other)
+
+    def branch(self) -> None:
+        """Let another sequence continue the first one, and join it."""
+        other = self.another()
+        self.tiers.branch(0, other, share=True)
         self.tiers.join(other)
 
     def update(self) -> None:
         store = self.tiers.stores[0]
         assert store.bounds is not None
         store.update_bounds()
-        full = store.length.flatten().long() // LAYOUT.tokens
+        full = store.length.flatten().long() // self.layout.tokens
         assert store.bounds.count.tolist() == full.tolist()
+        if store.bounds.in_pages and full.sum():
+            in_pool = bounds_in(store.pool.padded, self.layout)
+            assert store.bounds.both.data_ptr() == in_pool.data_ptr()
         self.check()
 
     def rewrite(self) -> None:
@@ -115,7 +134,12 @@ class World:
         for row, count in enumerate(store.bounds.count.tolist()):
             for at in range(count):
                 keys = found.key[row, at * 4 : at * 4 + 4]
-                high, low = store.bounds.both[row, at].float().split(4)
+                if store.bounds.in_pages:
+                    page = store.page_table.lookup(torch.tensor([row]), torch.tensor([at]))
+                    both = bounds_in(store.pool.padded, self.layout)[int(page)]
+                else:
+                    both = store.bounds.both[row, at]
+                high, low = both.float().split(4)
                 for bound, true in ((high, keys.amax(0)), (-low, -keys.amin(0))):
                     assert (bound >= true).all()
                     assert (bound - true <= true.abs() / 128).all()

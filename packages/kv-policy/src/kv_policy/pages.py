@@ -2,11 +2,15 @@
 
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Final
 
 from jaxtyping import Int, UInt8
 from torch import Tensor
 
 from kv_policy.codec import TokenFormat
+
+ALIGNED: Final = 16  # bytes: bounds in pages begin at a multiple, and so do the pages
+BOUND: Final = 2  # bytes of a bound of a channel
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +20,8 @@ class PageLayout:
     A page is a sequence of segments, one per part of the format (key codes, key metadata, value
     codes, value metadata for an integer format), each `tokens / block` rows of that part; then,
     where the policy needs them, a float32 score and an int32 position per token. This is the
-    unified page of LeanKV section 5.2. Bytes after the last segment are unused.
+    unified page of LeanKV section 5.2. A page may end with bounds of its keys: two bfloat16 numbers
+    per channel, for policies that read by them. Bytes after the last segment are unused.
 
     Attributes:
         format: How a token is stored.
@@ -24,10 +29,14 @@ class PageLayout:
         nbytes: Bytes of a page.
         scores: Whether each token has a score.
         positions: Whether each token has its position.
+        bounds: Whether a page has bounds of its keys: the largest number of each channel, then the
+            smallest.
         rows: Blocks in a page.
         segments: (offset, rows, bytes per row) of each part of the format, in order.
         score_offset: Byte where the float32 scores start; meaningful where `scores` is set.
         position_offset: Byte where the int32 positions start; meaningful where `positions` is set.
+        bound_offset: Byte where the bounds start, a multiple of 16; meaningful where `bounds` is
+            set.
         used: Bytes of the page in use.
     """
 
@@ -36,10 +45,12 @@ class PageLayout:
     nbytes: int
     scores: bool = False
     positions: bool = False
+    bounds: bool = False
     rows: int = field(init=False, repr=False, compare=False)
     segments: tuple[tuple[int, int, int], ...] = field(init=False, repr=False, compare=False)
     score_offset: int = field(init=False, repr=False, compare=False)
     position_offset: int = field(init=False, repr=False, compare=False)
+    bound_offset: int = field(init=False, repr=False, compare=False)
     used: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -54,14 +65,26 @@ class PageLayout:
             raise ValueError(
                 f"{self.tokens} tokens take {self.used} bytes and the page has {self.nbytes}"
             )
+        if self.bounds and self.nbytes % ALIGNED:
+            raise ValueError(
+                f"a page of {self.nbytes} bytes is to have bounds of its keys; it must have a "
+                f"multiple of {ALIGNED} bytes"
+            )
 
     @classmethod
     def sized(
-        cls, format: TokenFormat, tokens: int, scores: bool = False, positions: bool = False
+        cls,
+        format: TokenFormat,
+        tokens: int,
+        scores: bool = False,
+        positions: bool = False,
+        bounds: bool = False,
     ) -> "PageLayout":
-        """Lay out a page that holds exactly `tokens` tokens without padding."""
+        """Lay out a page that holds exactly `tokens` tokens, without padding but that of bounds."""
         nbytes = tokens // format.block * format.nbytes + 4 * tokens * (scores + positions)
-        return cls(format, tokens, nbytes, scores, positions)
+        if bounds:
+            nbytes = _aligned(_aligned(nbytes) + 2 * BOUND * format.key.dim)
+        return cls(format, tokens, nbytes, scores, positions, bounds)
 
     @classmethod
     def fitted(
@@ -76,8 +99,13 @@ class PageLayout:
         return cls(format, nbytes // block * format.block, nbytes, scores, positions)
 
     @property
+    def bound_bytes(self) -> int:
+        """Bytes of the bounds in a page."""
+        return 2 * BOUND * self.format.key.dim if self.bounds else 0
+
+    @property
     def token_bytes(self) -> float:
-        """Bytes per token, score and position included, page rounding excluded."""
+        """Bytes per token, score and position included, page rounding and bounds excluded."""
         return self.format.nbytes / self.format.block + 4 * (self.scores + self.positions)
 
     def _lay_out(self) -> None:
@@ -90,7 +118,14 @@ class PageLayout:
         object.__setattr__(self, "segments", tuple(segments))
         object.__setattr__(self, "score_offset", offsets[-1])
         object.__setattr__(self, "position_offset", positions)
-        object.__setattr__(self, "used", positions + 4 * self.tokens * self.positions)
+        end = positions + 4 * self.tokens * self.positions
+        object.__setattr__(self, "bound_offset", _aligned(end))
+        used = _aligned(end) + self.bound_bytes if self.bounds else end
+        object.__setattr__(self, "used", used)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNED) * ALIGNED
 
 
 @dataclass(frozen=True, slots=True)

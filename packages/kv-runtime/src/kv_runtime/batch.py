@@ -149,8 +149,9 @@ class Batch:
         first = self.tiers.parts[0]
         if first.bounds is None or not self.columns or not first.longest:
             return None
-        lead, both = first.length.shape, first.bounds.both
-        each = both.view(*lead, *both.shape[1:])[layer]
+        lead, each = first.length.shape, first.bounds.both
+        if not first.bounds.in_pages:
+            each = each.view(*lead, *each.shape[1:])[layer]
         # `update_bounds` has bounded every full page, and a pass stores its tokens at its end.
         return PageBounds(each, first.bounds.count.view(lead)[layer], missing=0)
 
@@ -388,6 +389,8 @@ class Batch:
             kv_paging.PoolExhausted: too few pages for copies; nothing has changed.
         """
         also = tuple(zip(self._beside, other._beside, strict=True))
+        if self.layout.pages[0][0].bounds:  # computed once for all that continue it
+            self.tiers.parts[0].update_bounds()
         self.tiers.branch(sequence, other.tiers, also, share=share, whole=whole)
         if self.window is not None and other.window is not None:
             self.window.branch(sequence, other.window)

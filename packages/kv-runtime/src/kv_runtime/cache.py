@@ -106,7 +106,7 @@ class PolicyCache:
         )
         heads = shape.kv_heads if self.bases is None else self.bases.stored.kv_heads
         checks.check_reads(policy, shape, heads, folded)
-        self.layout = Layout.of(policy, shape, self.bases, page_tokens)
+        self.layout = Layout.of(policy, shape, self.bases, page_tokens, pooled=pool is not None)
         checks.check_replay(policy, replays, len(self.layout.shapes))
         checks.check_merge(policy, shape, [each.format for each in self.layout.pages[0]])
         self._budgets = tuple(budgets) if budgets is not None else None

@@ -6,7 +6,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from kv_paging import PagePool, declined
+from kv_paging import PagePool, bounds_in, declined
 from kv_policy import Budget, CacheShape, HeadBasis, KVPolicy, Replay, TokenFormat, complete
 from kv_runtime.bases import Bases, Folded
 from kv_runtime.batch import Batch
@@ -204,7 +204,7 @@ def check_replay(policy: KVPolicy, replays: bool, kinds: int) -> None:
 def check_reading(
     policy: KVPolicy, layout: Layout, backend: str, device: torch.device, pool: PagePool | None
 ) -> None:
-    """Raise if a policy reads pages by bounds that cannot be kept, or not be compared.
+    """Raise if a policy reads pages by bounds that are not aligned, or that a backend waits for.
 
     Args:
         policy: the policy.
@@ -214,27 +214,13 @@ def check_reading(
         pool: the pool that several caches share, if they do.
 
     Raises:
-        ValueError: the pool is shared, heads are stored with different ranks, there are several
-            tiers, or the backend would wait for the device in each step.
+        ValueError: the pool's pages are not aligned, or the backend would wait for the device in
+            each step.
     """
     if policy.reading is None:
         return
-    if pool is not None:
-        raise ValueError(
-            f"{policy} keeps bounds of pages outside of them, which a pool shared by several "
-            "caches does not account for; use a cache with a pool of its own, or omit the reading"
-        )
-    kinds = len(layout.shapes)
-    if kinds > 1:
-        raise ValueError(
-            f"{policy} keeps bounds of pages, but its basis stores heads with {kinds} different "
-            "ranks, for which this is not supported; use one of equal ranks, or omit one of the two"
-        )
-    if policy.formats is not None and policy.formats.tiers > 1:
-        raise ValueError(
-            f"{policy} keeps bounds of the pages of one format, and has {policy.formats.tiers}; "
-            "use one format for all tokens, such as k8v4"
-        )
+    if pool is not None and pool.page_bytes == layout.page_bytes:
+        bounds_in(pool.padded, layout.pages[0][0])  # raises if they are not aligned
     reason = declined(backend, layout.pages[0][0], device) if backend == "triton" else None
     if reason is not None:
         raise ValueError(

@@ -120,7 +120,8 @@ def captures_pages(
     That is so where kernels for GPUs compute them, whose launches depend on the number of requests
     alone, and where the policy observes no generated query, whose attention is summed in memory as
     long as the longest request, and decides on the device. Formats that encode several tokens
-    together synchronize.
+    together synchronize. A policy that reads some pages is not captured: a layer is left out where
+    the host knows that it reads all, and the columns of tables are as many as are read.
 
     Args:
         policy: the policy.
@@ -130,6 +131,8 @@ def captures_pages(
         softcap: the bound of the layer's logits.
         sinks: a logit of each query head.
     """
+    if policy.reading is not None:
+        return False
     selector = None if policy.selector is None else complete(policy.selector)
     if selector is not None and (selector.observe.generated or not selector.decodes_on_device):
         return False

@@ -27,17 +27,37 @@ class Layout:
 
     @classmethod
     def of(
-        cls, policy: KVPolicy, shape: CacheShape, bases: Bases | None, page_tokens: int
+        cls,
+        policy: KVPolicy,
+        shape: CacheShape,
+        bases: Bases | None,
+        page_tokens: int,
+        *,
+        pooled: bool = False,
     ) -> "Layout":
-        """Lay out pages for about `page_tokens` first-tier tokens with the longest vectors."""
+        """Lay out pages for about `page_tokens` first-tier tokens with the longest vectors.
+
+        Args:
+            policy: the policy.
+            shape: the shape of the model's cache, or of a shard of its heads.
+            bases: the bases of the policy; None: it has none.
+            page_tokens: tokens of the first tier per page.
+            pooled: whether caches share a pool; then pages hold the bounds of their keys, if the
+                policy reads by them, so that the pool accounts for them.
+
+        Raises:
+            ValueError: the policy reads by bounds that cannot be kept, as heads are stored with
+                different ranks, or there are several tiers; or no page fits.
+        """
         stored = shape if bases is None else bases.stored
         kind: tuple[tuple[int, ...], ...] = ((0,) * stored.kv_heads,) * stored.layers
         shapes: tuple[CacheShape, ...] = (stored,)
         if bases is not None:
             kind, shapes = bases.kinds
-        extra = policy.selector is not None
+        _expect_bounds(policy, len(shapes))
+        extra, bounds = policy.selector is not None, pooled and policy.reading is not None
         formats = [form for each in shapes for form in tier_formats(policy, each)]
-        pages = fit(formats, page_tokens, extra, extra)
+        pages = fit(formats, page_tokens, extra, extra, bounds)
         tiers = len(formats) // len(shapes)
         window = policy.formats.window if policy.formats is not None else 0
         split = tuple(pages[i : i + tiers] for i in range(0, len(pages), tiers))
@@ -173,3 +193,18 @@ class Layout:
         each = zip(self.shapes, tiers.kinds.cells, strict=True)
         members = [rings(replace(shape, layers=cells, kv_heads=1)) for shape, cells in each]
         return RaggedWindow(tiers.kinds, members)
+
+
+def _expect_bounds(policy: KVPolicy, kinds: int) -> None:
+    if policy.reading is None:
+        return
+    if kinds > 1:
+        raise ValueError(
+            f"{policy} keeps bounds of pages, but its basis stores heads with {kinds} different "
+            "ranks, for which this is not supported; use one of equal ranks, or omit one of the two"
+        )
+    if policy.formats is not None and policy.formats.tiers > 1:
+        raise ValueError(
+            f"{policy} keeps bounds of the pages of one format, and has {policy.formats.tiers}; "
+            "use one format for all tokens, such as k8v4"
+        )

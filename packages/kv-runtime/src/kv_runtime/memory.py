@@ -57,7 +57,8 @@ class MemoryReport:
         Tensor, "N B H"
     ]  # kept tokens per layer, sequence and KV head, including the window
     other_bytes: int = 0  # layers that the policy does not store: sliding windows, states
-    bound_bytes: int = 0  # bounds of the keys in pages, if the policy reads by them
+    bound_bytes: int = 0  # bounds of the keys in pages, if the policy reads by them; where a pool
+    # is shared they are in the pages
 
     @classmethod
     def of(
@@ -85,12 +86,14 @@ class MemoryReport:
         vectors = sum(n * lay.format.nbytes // lay.format.block for n, lay in each)
         scores = sum(4 * n * lay.scores for n, lay in each)
         positions = sum(4 * n * lay.positions for n, lay in each)
+        bounded = [x for x in tiers.parts if x.layout.bounds]
+        inside = sum(x.pages_used * x.layout.bound_bytes for x in bounded)
         free = pool.free
         return cls(
             vector_bytes=vectors,
             score_bytes=scores,
             position_bytes=positions,
-            unfilled_bytes=used * page - vectors - scores - positions,
+            unfilled_bytes=used * page - vectors - scores - positions - inside,
             spare_bytes=free * page,
             window_bytes=window.nbytes if window is not None else 0,
             table_bytes=tiers.table_bytes + pool.table_bytes + record_bytes,
@@ -100,7 +103,7 @@ class MemoryReport:
             pages_free=free,
             page_bytes=page,
             tokens=tokens,
-            bound_bytes=bound_bytes,
+            bound_bytes=bound_bytes + inside,
         )
 
     @classmethod
@@ -117,8 +120,7 @@ class MemoryReport:
     @property
     def total_bytes(self) -> int:
         """All bytes of the cache."""
-        own = self.window_bytes + self.table_bytes + self.basis_bytes + self.bound_bytes
-        return self.pages_held_bytes + own + self.other_bytes
+        return sum(int(getattr(self, part)) for part in PARTS)
 
     @property
     def ratio(self) -> float:

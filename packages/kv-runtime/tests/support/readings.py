@@ -8,7 +8,9 @@ from torch import Tensor
 
 from kv_attention import PageBounds, select_pages
 from kv_attention.reading_reference import select_pages as by_definition
-from kv_policy import Budget, PagedTokens, PageReading, Part
+from kv_paging import PagePool
+from kv_policy import Budget, KVPolicy, PagedTokens, PageReading, Part
+from kv_runtime import Bases, Layout
 from kv_runtime.cache import PolicyCache
 from tiered_policies import SHAPE
 
@@ -65,11 +67,26 @@ class Watched:
         return replace(found, data=data) if self.poison else found
 
 
+def over_pool(policy: KVPolicy, page_tokens: int = 4, backend: str = "torch") -> PolicyCache:
+    """Return a cache over a poisoned pool that others may share."""
+    size = Layout.of(policy, SHAPE, bases_of(policy), page_tokens, pooled=True).page_bytes
+    memory = torch.full((900, size), 255, dtype=torch.uint8)
+    pool = PagePool.over(memory, poison=True)
+    return PolicyCache(policy, SHAPE, page_tokens=page_tokens, backend=backend, pool=pool)
+
+
+def bases_of(policy: KVPolicy) -> Bases | None:
+    return None if policy.basis is None else Bases.of(policy.basis, SHAPE, torch.device("cpu"))
+
+
 def check_bounds(cache: PolicyCache) -> None:
     """Compare the bounds with the keys that are stored."""
     store = cache.batch.tiers.parts[0]
     tokens, found = store.layout.tokens, store.read(store.table_rows(), frozenset({"keys"}))
-    high, low = store.bounds.both.float().chunk(2, -1)
+    both = store.bounds.both.float()
+    if store.bounds.in_pages:
+        both = both[store.page_table.ids.long()]
+    high, low = both.chunk(2, -1)
     for row, count in enumerate(store.bounds.count.tolist()):
         for at in range(count):
             slots = slice(at * tokens, (at + 1) * tokens)

@@ -39,7 +39,8 @@ SCALE: Final = 0.4
 def account_of(policy: KVPolicy, shape: CacheShape, block_tokens: int = 16) -> Account:
     """Return the account that sizes vLLM's blocks."""
     bases = None if policy.basis is None else Bases.of(policy.basis, shape, torch.device("cpu"))
-    return Account.of(Layout.of(policy, shape, bases, block_tokens), block_tokens)
+    layout = Layout.of(policy, shape, bases, block_tokens, pooled=True)
+    return Account.of(layout, block_tokens)
 
 
 def manager_of(

@@ -108,6 +108,7 @@ def test_requests_that_are_preempted_give_the_same_tokens(
         ("gemma3", "kv-compress:rate=4,floor=16+k8v4"),
         ("gemma4_shared", "snapkv:budget=24,window=8+k8v4"),
         ("granite4", "leankv"),
+        ("gemma3", "k8v4+quest:budget=25%,sinks=0,recent=0,whole=0"),
         *(
             pytest.param(name, policy, marks=pytest.mark.slow)
             for name, policy in [

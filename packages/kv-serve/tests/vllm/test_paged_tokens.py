@@ -16,6 +16,8 @@ Start = Callable[..., AbstractContextManager["LLM"]]
 Greedy = Callable[["LLM", Sequence[Sequence[int]], int], list[list[int]]]
 MEMORY, LONGEST, COUNT = 1 << 20, 256, 24
 COMPRESS = "kv-compress:rate=4,floor=16"
+# The page that is appended to and another, of up to ten.
+READS = "quest:budget=32,sinks=0,recent=0,whole=0"
 POLICIES = (
     f"{COMPRESS}+k8v4",
     "snapkv:budget=24,window=8+k8v4",
@@ -26,6 +28,8 @@ POLICIES = (
     "k4v4:keys=channel,block=16,window=16",
     "zack:file={},rate=0.4",
     "zack:file={},rate=0.4+" + COMPRESS + "+k8v4",
+    f"k8v4+{READS}",
+    f"{COMPRESS}+k8v4+{READS}",
 )
 # A block of 16 tokens takes 16 * 64 bytes of four heads, so there are 256; a request keeps 64
 # tokens a head, or 24, which take two pages.

@@ -20,6 +20,7 @@ POLICIES = (
     "snapkv:budget=40,window=4+k8v4",
     "kv-compress:rate=2,floor=16,short=true+k8v4",
     "leankv:window=8",
+    "k8v4+quest:budget=32,sinks=0,recent=0,whole=0",
 )
 MARK = 90  # within a block, and behind the first chunk
 

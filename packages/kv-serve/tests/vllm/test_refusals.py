@@ -95,13 +95,25 @@ def start_tiny(start: Start) -> Start:
         ("k9v9", "'k9v9'; the nearest of .*k8v4"),
         ("k8v4+k4v2", "k8v4 and k4v2 both define how tokens are stored"),
         ("kvzip:keep=25%+k8v4", "reads each prompt a second time, which vLLM does not do"),
-        ("k8v4+quest", "for which vLLM's pool of blocks has no memory"),
     ],
 )
 def test_an_engine_does_not_start_with_a_policy_it_cannot_serve(
     llama: str, start_tiny: Start, policy: object, reason: str
 ) -> None:
     with pytest.raises(ValueError, match=reason), start_tiny(llama, policy):
+        pass
+
+
+def test_bounds_of_heads_with_different_ranks_are_refused(
+    weights: str, statistics: str, start: Start
+) -> None:
+    options = {"kv_cache_memory_bytes": 1 << 22, "max_model_len": 256, "skip_tokenizer_init": True}
+    with (
+        pytest.raises(
+            ValueError, match=r"stores heads with \d+ different ranks, for which this is"
+        ),
+        start(weights, f"zack:file={statistics},rate=0.4+k8v4+quest", **options),
+    ):
         pass
 
 

@@ -31,9 +31,15 @@ COMPRESS = "kv-compress:rate=2,floor=12,recent=4,window=4,short=true"
 CASES = [  # a policy, and whether reports arrive late
     ("k4v4:keys=channel,block=16,window=4", True),
     (COMPRESS, True),
+    ("k8v4+quest:budget=20,sinks=0,recent=0,whole=1", False),
     *(
         pytest.param(text, False, marks=pytest.mark.slow)
-        for text in ("leankv:window=4", "k8v4:window=8", "snapkv:budget=12,window=4+k8v4")
+        for text in (
+            "leankv:window=4",
+            "k8v4:window=8",
+            "snapkv:budget=12,window=4+k8v4",
+            f"{COMPRESS}+quest:budget=8,sinks=0,recent=0,whole=0",
+        )
     ),
 ]
 RAGGED = Turned("62", "15")  # the ranks differ per layer and head

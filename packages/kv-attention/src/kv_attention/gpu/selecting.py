@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kv_attention.gpu.arguments import adjacent
 from kv_attention.gpu.tiles import query_rows
@@ -22,13 +23,14 @@ from kv_policy import PagedTokens, PageReading
 from kv_policy.launching import base_of, launching_on, strides_of
 from kv_policy.reading import NEAR
 
+UNIT: Final = tl.constexpr(8)  # numbers of bounds in pages, whose addresses are multiples of it
 MANY: Final = 1024  # pages per iteration, once a page has a score
 TILE: Final = 4096  # numbers of a tile of bounds, or of a group's logits
 
 
 @triton.jit(
-    do_not_specialize=["columns", "before", "pitch", "heads"],
-    do_not_specialize_on_alignment=["count"],
+    do_not_specialize=["columns", "before", "pitch", "heads", "width"],
+    do_not_specialize_on_alignment=["count", "table"],
 )
 @no_type_check
 def bound_logits_kernel(
@@ -37,6 +39,8 @@ def bound_logits_kernel(
     both,
     before,
     pitch,
+    table,
+    width,
     count,
     logits,
     columns,
@@ -45,12 +49,15 @@ def bound_logits_kernel(
     DIM: tl.constexpr,
     PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
+    PAGED: tl.constexpr,
+    REVERSE: tl.constexpr,
 ):
     """Bound the logits of a group of queries in `BLOCK` pages of a table row.
 
     `both` begin with `before` other pages, so that several numbers are loaded at once in any layer,
-    and then are [table_rows, pitch, 2 * DIM]. `logits` are [table_rows, GROUP, columns]; those of
-    pages without bounds are left as they are.
+    and then are [table_rows, pitch, 2 * DIM]. If PAGED, they are `pitch` * UNIT numbers apart by
+    page of the `table`, after `before` * UNIT others. `logits` are [table_rows, GROUP, columns];
+    those of pages without bounds are left as they are.
     """
     r = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -58,8 +65,14 @@ def bound_logits_kernel(
     if tl.program_id(1) * BLOCK < known:
         d = tl.arange(0, PADDED)
         there = (column < known)[:, None] & (d < DIM)[None, :]
-        row = both + (before + r.to(tl.int64) * pitch) * (2 * DIM)
-        at = column.to(tl.int64)[:, None] * (2 * DIM) + d[None, :]
+        if PAGED:
+            row = both + before.to(tl.int64) * UNIT
+            mine = table + r.to(tl.int64) * width
+            page = page_at(mine, width, column, column < known, REVERSE)
+            at = (page.to(tl.int64) * pitch * UNIT)[:, None] + d[None, :]
+        else:
+            row = both + (before + r.to(tl.int64) * pitch) * (2 * DIM)
+            at = column.to(tl.int64)[:, None] * (2 * DIM) + d[None, :]
         high = tl.load(row + at, mask=there, other=0).to(tl.float32)
         low = tl.load(row + at + DIM, mask=there, other=0).to(tl.float32)
         for g in range(GROUP):
@@ -230,10 +243,8 @@ def select(
     table_rows, tokens, device = batch * heads, pages.layout.tokens, q.device
     longest = known_longest(pages)
     columns, width = longest // tokens, most + 1
-    bounded = min(columns, bounds.both.shape[2])
-    both, q = bounds.both.contiguous(), adjacent(q)[:, :, :, None]
-    if both.storage_offset() % (2 * dim):  # those of a layer begin with a page
-        both = both.clone()
+    bounded, both, pitch, before = _placed(bounds, columns, dim)
+    q = adjacent(q)[:, :, :, None]
     length, count = pages.length.to(torch.int32).contiguous(), bounds.count.contiguous()
     table = pages.table.to(torch.int32).contiguous()
     logits = torch.empty(table_rows, group, bounded, dtype=torch.float32, device=device)
@@ -248,8 +259,10 @@ def select(
                 q,
                 strides_of(q),
                 base_of(both)[0],
-                both.storage_offset() // (2 * dim),
-                both.shape[2],
+                before,
+                pitch,
+                table,
+                table.shape[2],
                 count,
                 logits,
                 bounded,
@@ -258,6 +271,8 @@ def select(
                 DIM=dim,
                 PADDED=padded,
                 BLOCK=block,
+                PAGED=bounds.in_pages,
+                REVERSE=pages.reverse,
                 num_warps=4,
             )
         select_pages_kernel[(table_rows,)](
@@ -293,6 +308,22 @@ def select(
         longest=min(longest, most * tokens + tokens - 1),
         tiles=None,
     )
+
+
+def _placed(
+    bounds: PageBounds, columns: int, dim: int
+) -> tuple[int, Float[Tensor, "*T _"], int, int]:
+    """Return the columns with bounds, these, and their pitch and offset as kernels take them."""
+    both, unit = bounds.both, UNIT.value
+    if bounds.in_pages:
+        if both.stride(1) != 1 or both.stride(0) % unit or int(both.storage_offset()) % unit:
+            both = pad(both, (0, -both.shape[1] % unit))[:, : both.shape[1]]
+        return columns, both, both.stride(0) // unit, int(both.storage_offset()) // unit
+    both = both.contiguous()
+    if both.storage_offset() % (2 * dim):  # those of a layer begin with a page
+        both = both.clone()
+    bounded = min(columns, both.shape[2])
+    return bounded, both, both.shape[2], both.storage_offset() // (2 * dim)
 
 
 def _power(size: int) -> int:

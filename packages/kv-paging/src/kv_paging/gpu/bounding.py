@@ -15,7 +15,7 @@ from kv_paging.gpu.bits import as_float
 from kv_paging.gpu.codes import coded
 from kv_paging.gpu.numbers import numbers_of, rows
 from kv_paging.gpu.reading import number_at, tier_of
-from kv_paging.gpu.rows import page_at, stored
+from kv_paging.gpu.rows import entry_of, page_at, stored
 from kv_policy import PagedTokens
 from kv_policy.launching import launching_on
 
@@ -73,7 +73,7 @@ def bound_page(
 
 
 @triton.jit(
-    do_not_specialize=["width", "columns"],
+    do_not_specialize=["width", "columns", "step"],
     do_not_specialize_on_alignment=["table", "lengths", "count", "both"],
 )
 @no_type_check
@@ -86,6 +86,8 @@ def bound_kernel(
     count,
     both,
     columns,
+    step,
+    PAGED: tl.constexpr,
     LAYOUT: tl.constexpr,
     HOLES: tl.constexpr,
     MOST: tl.constexpr,
@@ -93,26 +95,34 @@ def bound_kernel(
 ):
     """Bound the full pages of a table row from page `count` on, which the programs of a row share.
 
-    `both` are [table_rows, columns, 2 D].
+    `both` are [table_rows, columns, 2 D], or, if PAGED, numbers of pages `step` * 8 apart.
     """
     r = tl.program_id(0)
     full = tl.minimum(tl.load(lengths + r) // LAYOUT[0], columns)
     first = tl.load(count + r).to(tl.int32) + tl.program_id(1)
     for column in range(first, full, tl.num_programs(1)):
         page = page_at(data, pitch, table, width, r, column, column >= 0, LAYOUT)
-        into = both + (r.to(tl.int64) * columns + column) * (2 * LAYOUT[5][1])
+        if PAGED:
+            number = tl.load(entry_of(table, width, r, column, LAYOUT))
+            into = both + number.to(tl.int64) * step * 8
+        else:
+            into = both + (r.to(tl.int64) * columns + column) * (2 * LAYOUT[5][1])
         bound_page(page, into, LAYOUT, HOLES, MOST, ROWS)
 
 
 def bound(pages: PagedTokens, count: Tensor, both: Tensor, most: int) -> None:
     """See `PageKernels.bound`; one launch."""
-    layout, table_rows = numbers_of(pages), len(count)
+    layout, table_rows, paged = numbers_of(pages), len(count), both.ndim == 2
+    columns = pages.table.shape[2] if paged else both.shape[1]
+    assert not paged or both.stride(0) % 8 == 0, "pages with bounds are aligned"
     with launching_on(pages.data):
         bound_kernel[(table_rows, max(1, min(most, PROGRAMS // table_rows)))](
             *tier_of(pages),
             count,
             both.view(torch.int16),
-            both.shape[1],
+            columns,
+            both.stride(0) // 8 if paged else 0,
+            paged,
             layout,
             pages.holes,
             MOST[layout[5][0]],

@@ -96,10 +96,11 @@ def plain_format(policy: KVPolicy, shape: CacheShape) -> TokenFormat | None:
     """Return the format of a policy that has one for all tokens, encoded independently.
 
     Each token is then stored in its vLLM slot, and prefixes can be shared. A basis is allowed that
-    keeps the shape of vectors. None: the stored bytes depend on more than the token.
+    keeps the shape of vectors. None: the stored bytes depend on more than the token, or pages are
+    read by bounds of their keys.
     """
     formats = policy.formats
-    whole = policy.selector is None and keeps_shape(policy.basis)
+    whole = policy.selector is None and policy.reading is None and keeps_shape(policy.basis)
     if not whole or not policy.capabilities.shares_prefixes:
         return None
     first, *others = tier_formats(policy, shape)
@@ -123,15 +124,8 @@ def check_engine(config: VllmConfig, policy: KVPolicy) -> None:
     """Raise if an option of the engine would share, move, split or reinterpret our pages.
 
     Raises:
-        UnservableError: the message names the option; or the policy reads prompts a second time,
-            or reads some pages in a decode step.
+        UnservableError: the message names the option; or the policy reads prompts a second time.
     """
-    if policy.reading is not None:
-        raise UnservableError(
-            f"the policy {policy} reads pages by bounds of their keys, for which vLLM's pool of "
-            "blocks has no memory; use kv_serve.CompressedCache with a model of transformers, or "
-            "omit that part of the policy"
-        )
     if policy.selector is not None and complete(policy.selector).replay is not None:
         raise UnservableError(
             f"the policy {policy} reads each prompt a second time, which vLLM does not do; use "

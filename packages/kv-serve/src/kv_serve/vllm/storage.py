@@ -123,6 +123,7 @@ class BilledPages:
 
         Raises:
             UnservableError: the ranks of tensor parallelism would not.
+            ValueError: the policy reads by bounds that cannot be kept, as for `Layout.of`.
         """
         self._account(self.block_tokens or BLOCK_TOKENS, self.block_tokens or BLOCK_TOKENS)
 
@@ -196,7 +197,7 @@ class BilledPages:
         shape = shape or self.shape
         basis = self.policy.basis
         bases = None if basis is None else Bases.of(basis, shape, torch.device("cpu"))
-        return Layout.of(self.policy, shape, bases, page_tokens)
+        return Layout.of(self.policy, shape, bases, page_tokens, pooled=True)
 
     def _account(self, block_tokens: int, page_tokens: int) -> Account:
         firsts = {*first_heads(self.config), self.shape.first_head}
@@ -232,7 +233,9 @@ class BilledPages:
         """Describe the storage for the log."""
         layout = self.layout(self.block_tokens or BLOCK_TOKENS)
         each = layout.token_bytes / sum(map(len, layout.kind))
-        return f"at most {each:g} bytes per kept token and KV head in place of {self.full}"
+        page = layout.pages[0][0]
+        bounds = f", and {page.bound_bytes} of bounds per page" if page.bounds else ""
+        return f"at most {each:g} bytes per kept token and KV head in place of {self.full}{bounds}"
 
 
 def stored(config: VllmConfig, policy: KVPolicy, shape: CacheShape) -> VllmSlots | BilledPages:
