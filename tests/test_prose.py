@@ -26,6 +26,7 @@ NUMBER = re.compile(r"(?<![\w.,-])(\d[\d,]*(?:\.\d+)?)(?: (%))?(?![\w%]|\.\d)")
 # Of a benchmark or a page: what was not measured, with what it is.
 STATED = {
     "gate": {"95 %": "what intervals are of"},
+    "levels": {"95 %": "what intervals are of"},
     "recommend": {"95 %": "what intervals are of"},
     "rotation": {"95 %": "what intervals are of"},
     "ruler": {"95 %": "what intervals are of"},

@@ -172,7 +172,9 @@ def test_what_native_code_does_not_read_is_left_to_torch() -> None:
 def test_arguments_that_do_not_match_are_refused(change, message) -> None:
     shape = dict(B=1, H=1, G=1, D=3, width=20, tokens=1, missing=0, reverse=False)
     q, pages, bounds = drawn(3, **shape, dtype=torch.float32)
-    pages = replace(pages, **{k: v for k, v in change.items() if k in ("length", "table")})
-    bounds = replace(bounds, **{k: v for k, v in change.items() if k in ("count", "both")})
+    every = torch.tensor([[20]])  # all pages are full and bounded
+    held, known = {"length": every} | change, {"count": every} | change
+    pages = replace(pages, **{k: v for k, v in held.items() if k in ("length", "table")})
+    bounds = replace(bounds, **{k: v for k, v in known.items() if k in ("count", "both")})
     with pytest.raises(RuntimeError, match=message):
         select_pages(q, pages, bounds, PageReading(Budget(2)))
