@@ -77,7 +77,7 @@ def test_a_name_that_is_not_utf_8_is_drawn(path: Path, tmp_path: Path) -> None:
     ("content", "sentence"),
     [
         (b"", "is not a result of `kv-serve eval`: Input data was truncated; use the"),
-        (b"\xff\xfe", "is not a result of `kv-serve eval`: JSON is malformed"),
+        (b"\xff\xfe", "is not a result of `kv-serve eval`: it is not UTF-8 text"),
         (b"[]", "Expected `object`, got `array`; use the --json output of a run that"),
         (b'{"x":' + b"[" * 100_000, "is not a result of `kv-serve eval`: its values are nested"),
         (b'{"name": "foundation", "rows": []}', "missing required field `model`"),
