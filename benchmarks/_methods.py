@@ -7,7 +7,7 @@ bytes per number. Prompts are of the default text.
 """
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -20,7 +20,7 @@ from kv_eval.calibrate.random_tokens import RandomTokens
 from kv_eval.evaluate.plan import Plan
 from kv_policy import parse
 from kv_transformers.from_text import FULL
-from kv_transformers.models import load_model
+from kv_transformers.models import LoadedModel, load_model
 
 TOGETHER: Final = 32  # caches of a prompt that are held at once
 LENGTH: Final = 2000
@@ -90,14 +90,26 @@ def summarize(rows: Sequence[Row]) -> dict[str, float]:
     return figures
 
 
-def run(name: str, about: str | None, policies: Mapping[str, str], quick: Sequence[str]) -> None:
+def scores_of_heads(loaded: LoadedModel, file: Path, size: Size) -> None:
+    """Write the scores of a model's heads."""
+    head_scores(loaded, file, size.drawn)
+
+
+def run(
+    name: str,
+    about: str | None,
+    policies: Mapping[str, str],
+    quick: Sequence[str],
+    calibrate: Callable[[LoadedModel, Path, Size], None] = scores_of_heads,
+) -> None:
     """Run all cells of the policies and write the result; an interrupted run is resumed.
 
     Args:
         name: the result's name.
         about: the help of the command.
-        policies: each policy under its name; FILE stands for a file of heads' scores.
+        policies: each policy under its name; FILE stands for a file of the model's.
         quick: the names of those that a smoke run takes.
+        calibrate: writes that file.
     """
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--quick", action="store_true", help="a smoke run that writes nothing")
@@ -108,9 +120,9 @@ def run(name: str, about: str | None, policies: Mapping[str, str], quick: Sequen
         policies = {each: policies[each] for each in quick}
     loaded = load_model(progress=CONSOLE.print)
     end = ".quick" if given.quick else ""
-    file = _result.RESULTS / f"{name}.heads{end}.statistics"
+    file = _result.RESULTS / f"{name}.model{end}.statistics"
     if any("FILE" in each for each in policies.values()) and (given.quick or not file.exists()):
-        head_scores(loaded, file, size.drawn)
+        calibrate(loaded, file, size)
     names, rows, journals = specs(size, policies, file), [], []
     for part, plan in plans(size, list(names.values())).items():
         journal = evaluated(loaded, plan, f"{name}.{part}{end}", together=TOGETHER)

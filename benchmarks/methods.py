@@ -6,7 +6,7 @@ budget holds what its rule keeps: the share of heads that retrieve, and the thre
 `simlayerkv`, are then set so that prompts of 2,000 tokens come near to a quarter.
 
 Scores of heads are of random tokens, so no prompt was read in calibration. They are written to
-`results/methods.heads.statistics`, which a later run reads again.
+`results/methods.model.statistics`, which a later run reads again.
 """
 
 from collections.abc import Mapping

@@ -42,7 +42,12 @@ const int64_t* read_positions(const torch::stable::Tensor& position, int64_t seq
 // numbers: of each watch group, skip, count of terms, terms; above: one of each
 void read_watches(Job& job, const std::vector<int64_t>& numbers, const std::vector<double>& above);
 
-// Adds the parts to a job whose sizes and watches are set.
+// Reads groups of heads into a job whose sizes are set: of each group the number of its heads, the
+// dimensions of their keys and of their values, the number of its parts, and its heads. Parts are in
+// the order of groups. No numbers: all heads have the job's dimensions.
+void read_groups(Job& job, const std::vector<int64_t>& numbers);
+
+// Adds the parts to a job whose sizes, groups and watches are set.
 void read_parts(Job& job, const std::vector<torch::stable::Tensor>& tensors,
                 const std::vector<int64_t>& numbers);
 

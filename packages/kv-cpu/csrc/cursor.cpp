@@ -107,6 +107,7 @@ bool Cursor::enter() {
 void Cursor::find() {
   const Part& part = job_.parts[part_];
   if (!part.paged) return;
+  entries_ = part.own(table_row_) * part.table_width;
   column_ = (at_ - before_) / part.tokens;
   inside_ = (at_ - before_) % part.tokens;
 }
@@ -124,7 +125,7 @@ void Cursor::start(const Part& part, Block& block) const {
 bool Cursor::from_pages(const Part& part, Block& block) {
   const int64_t slot = at_ - before_, inside = inside_, width = part.table_width;
   auto page_at = [&](int64_t column) -> int64_t {
-    return part.table[table_row_ * width + (part.reverse ? width - 1 - column : column)];
+    return part.table[entries_ + (part.reverse ? width - 1 - column : column)];
   };
   const int64_t page = page_at(column_);
   if (page < 0 || page >= part.pages) {

@@ -32,10 +32,11 @@ Kinds kinds_of(Number number) {
 void read_pages(const Job& job, int64_t i, const Tensor* tensors, const int64_t* numbers,
                 Part& part) {
   const View data = view(tensors[0], {"page data of part ", i}, kBytes, {kMany, kAny}, Lay::kRows);
+  const int64_t heads = part.of ? part.of->heads : job.heads, rows = job.sequences * heads;
   const View table = view(tensors[1], {"table of part ", i}, kIntegers,
-                          {job.sequences, job.heads, kAny}, Lay::kContiguous);
-  const View length = view(tensors[2], {"lengths of part ", i}, kIntegers,
-                           {job.sequences, job.heads}, Lay::kContiguous);
+                          {job.sequences, heads, kAny}, Lay::kContiguous);
+  const View length = view(tensors[2], {"lengths of part ", i}, kIntegers, {job.sequences, heads},
+                           Lay::kContiguous);
   const int64_t bytes = data.size(1);
   part.data = data.data;
   part.pages = data.size(0);
@@ -62,7 +63,7 @@ void read_pages(const Job& job, int64_t i, const Tensor* tensors, const int64_t*
   if (part.position_offset >= 0)
     check_rows({"offset of positions of part ", i}, part.position_offset, part.tokens, 4, bytes);
   const int64_t room = part.table_width * part.tokens;  // both are at most kMost
-  for (int64_t table_row = 0; table_row < job.table_rows(); ++table_row) {
+  for (int64_t table_row = 0; table_row < rows; ++table_row) {
     const int64_t held = part.length[table_row];
     if (held < 0 || held > room)
       refuse("a table row has ", held, " tokens; its table covers 0 to ", room);
@@ -92,8 +93,8 @@ void read_tensors(const Job& job, int64_t i, const Tensor* tensors, Part& part) 
 // Positions of pages' tokens [B, H, at least the width], of dense tokens [B, width].
 void read_place(const Job& job, int64_t i, const Tensor& place, Part& part) {
   const Label label{"positions of part ", i};
-  const View x = part.paged ? view(place, label, kInt64, {job.sequences, job.heads, kAny},
-                                   Lay::kStrided)
+  const int64_t heads = part.of ? part.of->heads : job.heads;
+  const View x = part.paged ? view(place, label, kInt64, {job.sequences, heads, kAny}, Lay::kStrided)
                             : view(place, label, kInt64, {job.sequences, part.width}, Lay::kStrided);
   if (part.paged && x.size(2) < part.width)
     refuse(label, " cover ", x.size(2), " slots of a table row; table rows have up to ", part.width,
@@ -107,9 +108,11 @@ void read_place(const Job& job, int64_t i, const Tensor& place, Part& part) {
 // numbers: paged, width, key (number, dim, bits, group), value (the same), whether positions are
 // given, then for pages: tokens, four offsets, offset of positions, reverse; then the tokens that
 // share scales of keys, and of values, and the levels of their codes
-Part read_part(const Job& job, int64_t i, const Tensor* tensors, const int64_t* numbers) {
+Part read_part(const Job& job, int64_t i, const Tensor* tensors, const int64_t* numbers,
+               const HeadGroup* of) {
   Part part;
-  part.paged = within({"whether there are pages in part ", i}, numbers[0], 0, 1) != 0;
+  part.of = of;
+  part.paged = within({"whether there are pages in part ", i}, numbers[0], of ? 1 : 0, 1) != 0;
   part.width = within({"width of part ", i}, numbers[1], 0, kMost);
   const int64_t* levels = numbers + kNumbers;
   part.key = format_of({"keys of part ", i}, numbers + 2, levels);
@@ -123,9 +126,12 @@ Part read_part(const Job& job, int64_t i, const Tensor* tensors, const int64_t* 
              shares ? " or more" : codes ? ", as codes are levels" : ", as they have none");
     format->share = int(share);
   }
-  if (part.key.dim != job.key_dim || part.value.dim != job.value_dim)
+  const int64_t key_dim = of ? of->key_dim : job.key_dim;
+  const int64_t value_dim = of ? of->value_dim : job.value_dim;
+  if (part.key.dim != key_dim || part.value.dim != value_dim)
     refuse("part ", i, " has keys and values of ", part.key.dim, " and ", part.value.dim,
-           " dimensions; queries and the output have ", job.key_dim, " and ", job.value_dim);
+           " dimensions; ", of ? "those of its heads" : "queries and the output", " have ", key_dim,
+           " and ", value_dim);
   const bool placed =
       within({"whether there are positions in part ", i}, numbers[10], part.paged ? 0 : 1, 1) != 0;
   if (part.paged)
@@ -273,6 +279,35 @@ void read_watches(Job& job, const std::vector<int64_t>& numbers, const std::vect
     refuse("watches are ", all, " numbers; ", above.size(), " shares describe ", at, " of them");
 }
 
+void read_groups(Job& job, const std::vector<int64_t>& numbers) {
+  const auto all = int64_t(numbers.size());
+  std::vector<bool> named(job.heads);
+  for (int64_t at = 0, i = 0; at < all; ++i) {
+    const Label label{"group of heads ", i};
+    if (all - at < 4 || numbers[at] < 1 || numbers[at] > all - at - 4)
+      refuse(label, " is truncated; it needs a count, the dimensions of keys and of values, a "
+             "number of parts, and that many heads");
+    HeadGroup group;
+    group.heads = numbers[at];
+    group.key_dim = within({"dimensions of keys of group ", i}, numbers[at + 1], 1, job.key_dim);
+    group.value_dim =
+        within({"dimensions of values of group ", i}, numbers[at + 2], 1, job.value_dim);
+    group.parts = within({"parts of group ", i}, numbers[at + 3], 0, kMost);
+    group.index.assign(job.heads, -1);
+    for (int64_t k = 0; k < group.heads; ++k) {
+      const int64_t head = within({"a head of group ", i}, numbers[at + 4 + k], 0, job.heads - 1);
+      if (named[head]) refuse("head ", head, " is named twice; groups have different heads");
+      named[head] = true;
+      group.index[head] = int32_t(k);
+    }
+    at += 4 + group.heads;
+    job.groups.push_back(std::move(group));
+  }
+  const auto none = std::find(named.begin(), named.end(), false);
+  if (all && none != named.end())
+    refuse("head ", int64_t(none - named.begin()), " is in no group; groups have all heads");
+}
+
 void read_parts(Job& job, const std::vector<Tensor>& tensors,
                 const std::vector<int64_t>& numbers) {
   std::vector<const int64_t*> parts;
@@ -286,8 +321,17 @@ void read_parts(Job& job, const std::vector<Tensor>& tensors,
   if (at != all || given != int64_t(parts.size()) * kTensors)
     refuse("parts are ", all, " numbers and ", given, " tensors; each needs ", kNumbers,
            " numbers, the levels of its codes, and ", kTensors, " tensors");
+  std::vector<const HeadGroup*> of(parts.size());
+  int64_t grouped = 0;
+  for (const HeadGroup& group : job.groups) {
+    for (int64_t i = grouped; i < std::min<int64_t>(grouped + group.parts, of.size()); ++i)
+      of[i] = &group;
+    grouped = sum(grouped, group.parts);
+  }
+  if (!job.groups.empty() && grouped != int64_t(parts.size()))
+    refuse("groups of heads have ", grouped, " parts; ", int64_t(parts.size()), " are given");
   for (size_t i = 0; i < parts.size(); ++i)
-    job.parts.push_back(read_part(job, int64_t(i), &tensors[i * kTensors], parts[i]));
+    job.parts.push_back(read_part(job, int64_t(i), &tensors[i * kTensors], parts[i], of[i]));
   check_work(job);
 }
 
@@ -362,7 +406,7 @@ std::vector<Tensor> decode(Tensor q, Tensor position, std::vector<Tensor> tensor
 std::string isa(bool all) { return names(all); }
 
 // Version of the operators' signatures; library.py expects the same.
-int64_t interface() { return 10; }
+int64_t interface() { return 11; }
 
 }  // namespace
 }  // namespace kv

@@ -29,6 +29,19 @@ struct Integers {
   }
 };
 
+// Heads of a layer whose vectors have other dimensions than those of its other heads.
+struct HeadGroup {
+  std::vector<int32_t> index;  // of each head of the job among these; -1: it is none of them
+  int64_t heads = 0, key_dim = 0, value_dim = 0;
+  int64_t parts = 0;  // in pages
+
+  int64_t own(int64_t table_row) const {
+    const auto all = int64_t(index.size());
+    const int32_t head = index[table_row % all];
+    return head < 0 ? -1 : table_row / all * heads + head;
+  }
+};
+
 // One tier in pages, or one set of dense tensors.
 struct Part {
   Format key, value;
@@ -48,13 +61,19 @@ struct Part {
   // positions [B, H, width] of the tokens, if needed
   const int64_t* place = nullptr;
   int64_t place_step[3] = {0, 0, 0};
+  const HeadGroup* of = nullptr;  // the heads that have these tokens; null: all
 
+  // The row in `table` and `length` of a table row of the job; -1: its head has none.
+  int64_t own(int64_t table_row) const { return of ? of->own(table_row) : table_row; }
   const uint8_t* page(int64_t table_row, int64_t slot) const {
     const int64_t column = slot / tokens;
     const int64_t entry = reverse ? table_width - 1 - column : column;
-    return data + table[table_row * table_width + entry] * page_step;
+    return data + table[own(table_row) * table_width + entry] * page_step;
   }
-  int64_t count(int64_t table_row) const { return paged ? length[table_row] : width; }
+  int64_t count(int64_t table_row) const {
+    const int64_t row = own(table_row);
+    return row < 0 ? 0 : paged ? length[row] : width;
+  }
   // per token
   int64_t bytes() const {
     return key.bytes() + key.meta_bytes() / key.share + value.bytes() +
@@ -83,6 +102,7 @@ struct Job {
   const uint8_t* queries;
   int64_t query_step[4];  // bytes between sequences, heads, group, dimensions
   const int64_t* position;  // position of each sequence's query
+  std::vector<HeadGroup> groups;  // with all heads; empty: all have the job's dimensions
   std::vector<Part> parts;
   std::vector<Watch> watches;
   int terms = 0;
@@ -94,6 +114,12 @@ struct Job {
   std::vector<int32_t*> seen;  // per part: watches x B x H x width; the same
 
   int64_t table_rows() const { return sequences * heads; }
+  // Dimensions of a head's keys.
+  int64_t key_dim_of(int64_t head) const {
+    for (const HeadGroup& each : groups)
+      if (each.index[head] >= 0) return each.key_dim;
+    return key_dim;
+  }
 };
 
 // An invalid page number or length. Only the first one found is kept.
@@ -175,6 +201,7 @@ class Cursor {
   Fault& fault_;
   const Places places_;
   int64_t table_row_, at_, last_;  // in tokens of the table row
+  int64_t entries_ = 0;  // of the part's table before those of the table row
   int64_t column_ = 0, inside_ = 0;  // the next token's page of its part, and slot in that
   int part_ = 0;
   int64_t before_ = 0, end_ = 0;  // tokens of the parts before; end of the part, or `last`

@@ -37,6 +37,17 @@ Part fresh_part(const View& key, const View& value, int64_t first, const int64_t
   return part;
 }
 
+// Replaces the last part, the new tokens of all heads, by one of each group.
+void split_by_group(Job& job) {
+  const Part whole = job.parts.back();
+  job.parts.pop_back();
+  for (const HeadGroup& group : job.groups) {
+    Part& part = job.parts.emplace_back(whole);
+    part.of = &group;
+    part.key.dim = int(group.key_dim), part.value.dim = int(group.value_dim);
+  }
+}
+
 // The places of new tokens: data [P, bytes], page and slot [n * H], by token and head.
 struct Places {
   Tier tier;
@@ -272,12 +283,14 @@ void write_output(const Job& job, const Map& map, const View& result, int64_t fi
 // keys [B, H, D] and values [B, H, Dv] of the rows. Returns per part, that of new tokens last, the
 // sums [terms, B, H, width] and counts [watches, B, H, width], if anything is observed. With
 // `running` (see read_renewal) scores of stored tokens are updated with the only term, and only the
-// last part has sums and counts. If a page is missing, nothing is written.
+// last part has sums and counts. With `groups` (see read_groups) vectors of a head have the dimensions
+// of its group; numbers of queries and new tokens past them are not read, and those of outputs,
+// before their map, are 0. If a page is missing, nothing is written.
 std::vector<Tensor> decode_rows(Tensor q, Tensor key, Tensor value, Tensor position, Tensor out,
                                 int64_t first, std::vector<Tensor> tensors,
                                 std::vector<int64_t> parts, std::vector<int64_t> watches,
                                 std::vector<double> above, std::vector<int64_t> running,
-                                double scale, double softcap,
+                                std::vector<int64_t> groups, double scale, double softcap,
                                 std::vector<Tensor> sinks, std::vector<Tensor> store,
                                 std::vector<int64_t> tier, std::vector<Tensor> copies,
                                 std::vector<Tensor> maps, std::vector<int64_t> mapped, Name isa) {
@@ -329,6 +342,9 @@ std::vector<Tensor> decode_rows(Tensor q, Tensor key, Tensor value, Tensor posit
   read_watches(job, watches, above);
   for (Watch& watch : job.watches)  // for one query, the maximum of sums is the sum of maxima
     if (watch.group == Group::kMaxOfSums) watch.group = Group::kMax;
+  read_groups(job, groups);
+  if (!groups.empty() && !(job.watches.empty() && running.empty() && store.empty()))
+    refuse("heads are in groups; then nothing is observed and no token is stored");
   read_parts(job, tensors, parts);
   std::vector<std::pair<Label, const View*>> read{
       {{"q"}, &given_x}, {{"key"}, &given_keys}, {{"value"}, &given_values}, {{"position"}, &place}};
@@ -337,6 +353,7 @@ std::vector<Tensor> decode_rows(Tensor q, Tensor key, Tensor value, Tensor posit
   read.emplace_back(Label{"out"}, &result);
   read_renewal(job, running, tensors, read);
   job.parts.push_back(fresh_part(keys, values, first, job.position));
+  if (!job.groups.empty()) split_by_group(job);
   Places places;
   if (!store.empty()) {
     if (store.size() != 3)
@@ -393,9 +410,9 @@ std::vector<Tensor> decode_rows(Tensor q, Tensor key, Tensor value, Tensor posit
 STABLE_TORCH_LIBRARY_FRAGMENT(kv_cpu, m) {
   m.def(
       "decode_rows(Tensor q, Tensor key, Tensor value, Tensor position, Tensor(a!) out, int first, "
-      "Tensor[] tensors, int[] parts, int[] watches, float[] above, int[] running, float scale, "
-      "float softcap, Tensor[] sinks, Tensor(b!)[] store, int[] tier, Tensor(c!)[] copies, "
-      "Tensor[] maps, int[] mapped, str isa) -> Tensor[]");
+      "Tensor[] tensors, int[] parts, int[] watches, float[] above, int[] running, int[] groups, "
+      "float scale, float softcap, Tensor[] sinks, Tensor(b!)[] store, int[] tier, "
+      "Tensor(c!)[] copies, Tensor[] maps, int[] mapped, str isa) -> Tensor[]");
   m.def(
       "page_place(Tensor(a!) data, int[] tier, Tensor page, Tensor slot, Tensor key, Tensor value, "
       "str isa) -> ()");

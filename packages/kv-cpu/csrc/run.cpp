@@ -204,13 +204,14 @@ class Runner {
     const uint8_t* from =
         job_.queries + table_row / job_.heads * step[0] + table_row % job_.heads * step[1];
     const int width = job_.query_width;
+    const int64_t dim = job_.key_dim_of(table_row % job_.heads);
     std::fill_n(scratch.queries, job_.group * width, 0.0f);
     for (int64_t g = 0; g < job_.group; ++g) {
       float* row = scratch.queries + g * width;
       const uint8_t* at = from + g * step[2];
       const bool close = step[3] == (job_.query_number == Number::kFloat32 ? 4 : 2);
-      const int count = close ? int(job_.key_dim) : 1;  // numbers to read at a time
-      for (int64_t d = 0; d < job_.key_dim; d += count)
+      const int count = close ? int(dim) : 1;  // numbers to read at a time
+      for (int64_t d = 0; d < dim; d += count)
         job_.kernels->widen(job_.query_number, at + d * step[3], count, row + d);
       float sums[kLanes] = {};  // per lane, for vectorization
       for (int d = 0; d < width; d += kLanes)
@@ -219,7 +220,7 @@ class Runner {
     }
     const Queries queries{scratch.queries, scratch.query_sums, int(job_.group), width};
     for (size_t i = 0; i < job_.parts.size(); ++i)
-      if (prepared_[i] >= 0)
+      if (prepared_[i] >= 0 && job_.parts[i].own(table_row) >= 0)
         job_.kernels->prepare(job_.parts[i].key, queries, scratch.prepared.get() + prepared_[i]);
     return queries;
   }

@@ -10,7 +10,7 @@ from random import Random
 import pytest
 import torch
 
-import native_judge
+import native_rows
 from kv_cpu import missing, runnable
 from kv_policy.described import LEVELS
 from native_calls import Call, Maker
@@ -152,7 +152,7 @@ def test_tables_of_padding_are_not_read(name, page):
         getattr(torch.ops.kv_cpu, name)(*args)
     args[at][-1] = -1
     copies = mapped(args, torch.clone)
-    expected = getattr(native_judge, name)(*copies)
+    expected = native_rows.reference_of(name)(*copies)
     found = getattr(torch.ops.kv_cpu, name)(*args)
     found = [args[4], *found] if name == "decode_rows" else found
     assert len(found) == len(expected)

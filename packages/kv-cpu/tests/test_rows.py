@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attention_cases import Case
-from kv_attention import Attended, RowInputs, TokenPlaces, load_rows
+from kv_attention import Attended, RowGroup, RowInputs, TokenPlaces, load_rows
 from kv_cpu.rows import declined, decode_rows
 from kv_policy import (
     Observe,
@@ -71,6 +71,118 @@ def test_output_is_that_of_torch(
     assert step.output[-AFTER:].isnan().all()
     by_head = step.output[BEFORE:-AFTER].unflatten(1, (3, 2)).unsqueeze(3)
     assert torch.equal(by_head, found.out)
+
+
+def grouped(
+    parts: list[tuple[tuple[int, ...], Case]], heads: int, **more: Any
+) -> tuple[RowInputs, Tensor]:
+    """Return heads of several cases as one step, and its attention by that of each.
+
+    Vectors are as long as the longest, and NaN past their own dimensions.
+    """
+    first = parts[0][1]
+    group = first.q.shape[2]
+    dims = [(each.q.shape[-1], each.dense[0].value.shape[-1]) for _, each in parts]
+    wide = tuple(map(max, zip(*dims, strict=True)))
+    rows = len(first.q)
+    q, key, value = (
+        torch.full((BEFORE + rows + AFTER, heads * n, dim), torch.nan)
+        for n, dim in ((group, wide[0]), (1, wide[0]), (1, wide[1]))
+    )
+    wanted = torch.zeros(rows, heads, group, 1, wide[1])
+    sinks = None if first.sinks is None else torch.zeros(heads, group)
+    groups = []
+    for (own, each), dim in zip(parts, dims, strict=True):
+        for i, head in enumerate(own):
+            at = slice(head * group, (head + 1) * group)
+            q[BEFORE:-AFTER, at, : dim[0]] = each.q[:, i, :, 0]
+            key[BEFORE:-AFTER, head, : dim[0]] = each.dense[0].key[:, i, 0]
+            value[BEFORE:-AFTER, head, : dim[1]] = each.dense[0].value[:, i, 0]
+            if sinks is not None:
+                sinks[head] = each.sinks[i]
+        dense = [replace(new, position=first.position) for new in each.dense]
+        out = replace(each, position=first.position, dense=dense).attend().out
+        wanted[:, list(own), ..., : dim[1]] = out
+        groups.append(RowGroup(own, dim, tuple(each.pages)))
+    out = torch.full((len(q), heads * group, wide[1]), torch.nan)
+    given = RowInputs(q, key, value, out, BEFORE, first.position, (), first.scale)
+    return replace(given, softcap=first.softcap, sinks=sinks, groups=groups, **more), wanted
+
+
+TIERS = {
+    "codes": [("8", "4")],
+    "bits": [("3", "4n"), ("4", "2")],
+    "plain": [("bfloat16", "float16")],
+    "nothing": [],
+}
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("length", [5, 700])
+@pytest.mark.parametrize("tiers", TIERS)
+def test_heads_have_dimensions_and_tokens_of_their_own(
+    near: float,
+    case: Callable[..., Case],
+    tiers: str,
+    length: int,
+    sinks: bool,
+    softcap: float | None,
+) -> None:
+    """A head attends in the dimensions of its group, and the rest of its output is 0."""
+    some = {"L": 1, "G": 2, "B": 2, "sinks": sinks, "softcap": softcap, "stored": length}
+    parts = [
+        ((2, 0), case(1, H=2, D=33, Dv=17, tiers=TIERS[tiers], **some)),
+        ((1,), case(2, H=1, D=7, Dv=24, tiers=[("8", "8")], **some)),
+        ((3,), case(3, H=1, D=1, Dv=1, tiers=[], **some)),
+    ]
+    step, wanted = grouped(parts, 4)
+    copies = torch.empty(2, 4, 1, 33), torch.empty(2, 4, 1, 24)
+    found = done(replace(step, copies=copies))
+    torch.testing.assert_close(found.out, wanted, rtol=near, atol=near)
+    for copy, given in zip(copies, (step.key, step.value), strict=True):
+        torch.testing.assert_close(copy.squeeze(2), given[BEFORE:-AFTER], equal_nan=True)
+    assert step.output[:BEFORE].isnan().all()
+    assert step.output[-AFTER:].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda one, two: (one,), "head 1 is in no group; groups have all heads"),
+        (lambda one, two: (one, one, two), "head 0 is named twice"),
+        (lambda one, two: (replace(one, heads=(2,)), two), "a head of group 0 is 2; it must be"),
+        (lambda one, two: (replace(one, heads=()), two), "group of heads 0 is truncated"),
+        (
+            lambda one, two: (replace(one, dims=(5, 6)), two),
+            "dimensions; those of its heads have 5",
+        ),
+        (lambda one, two: (replace(one, dims=(7, 6)), two), "dimensions of keys of group 0 is 7"),
+        (lambda one, two: (replace(one, pages=two.pages), two), "part 0 has keys and values of 4"),
+        (
+            lambda one, two: (replace(one, heads=(0, 1)),),
+            r"table of part 0 is .*; it must be .*\[2, 2, ",
+        ),
+    ],
+)
+def test_groups_that_do_not_match_are_refused(
+    case: Callable[..., Case], change: Callable[..., tuple], message: str
+) -> None:
+    """The sentence names what is wrong, and the output has not changed."""
+    parts = [((i,), case(i, B=2, L=1, H=1, D=6 - 2 * i, Dv=6)) for i in range(2)]
+    step, _ = grouped(parts, 2)
+    with pytest.raises(RuntimeError, match=message):
+        decode_rows(replace(step, groups=change(*step.groups)))
+    assert step.output.isnan().all()
+
+
+def test_groups_are_neither_observed_nor_stored(case: Callable[..., Case]) -> None:
+    """Others do that."""
+    step, _ = grouped([((0,), case(0, B=2, L=1, H=1, D=6, Dv=6))], 1)
+    reason = "heads of different dimensions are observed, or their new tokens stored"
+    assert declined(step) is None
+    assert declined(replace(step, observations=(Observe(1),))) == reason
+    assert declined(replace(step, places=places(2, 1, (6, 6)))) == reason
 
 
 def test_padding_has_no_output(near: float, case: Callable[..., Case]) -> None:

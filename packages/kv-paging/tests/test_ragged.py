@@ -96,3 +96,22 @@ def test_kinds_of_different_tiers_are_refused() -> None:
         PerHeadRankTiers(
             PagePool(layout.nbytes), [[layout], [layout] * 2], torch.tensor([[0, 1]]), 1
         )
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    kind=st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=2), min_size=1, max_size=4),
+    sequences=st.lists(st.integers(0, 3), min_size=2, max_size=4),
+)
+def test_what_rows_have_is_cut_by_kind(kind, sequences):
+    """Also after sequences came and went."""
+    order = sorted({k for layer in kind for k in layer})
+    groups = RankGroups(torch.tensor([[order.index(k) for k in layer] for layer in kind]), 1)
+    for count in sequences:
+        groups.sequences = count
+        x = torch.randn(3, groups.kind.numel() * count)
+        for dim, y in ((1, x), (0, x.T)):
+            found = groups.cut(y, dim)
+            assert len(found) == groups.count
+            for i, part in enumerate(found):
+                assert torch.equal(part, y.index_select(dim, groups.rows(i)))

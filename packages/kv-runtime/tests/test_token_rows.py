@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kv_paging import PagePool, page_kernels_of
 from kv_policy import KVPolicy, compose, parse
 from kv_runtime.cache import PolicyCache
 from kv_runtime.token_rows import TokenRows
@@ -82,6 +83,10 @@ IN_ROWS = (
     Cut("6", "5"),
     Swapped("4", "3"),
     Swapped("6", "5", shifted=True),
+    Turned("64", "3"),
+    Turned("645", "2135"),
+    Turned("26", "15", paired=True, shifted=True),
+    Cut("514", "3"),
 )
 
 
@@ -166,13 +171,14 @@ def test_codes_of_3_bits_and_of_levels_are_native(codes: str, more: str) -> None
         torch.testing.assert_close(x, wanted_tensors[key], rtol=error, atol=error, equal_nan=True)
 
 
+@pytest.mark.parametrize("ranks", [("4", "3"), ("43", "123")], ids=str)
 @pytest.mark.parametrize("folded", [("keys",), ("values",), ("keys", "values")], ids=str)
-def test_vectors_of_a_folded_model_are_decoded_in_rows(folded, monkeypatch) -> None:
+def test_vectors_of_a_folded_model_are_decoded_in_rows(folded, ranks, monkeypatch) -> None:
     """They are coordinates already, as is the output if values are."""
     need("cpu")
     caches = [
         PolicyCache(
-            compose(Turned("4", "3"), parse("raw")), SHAPE, backend=name, folded=frozenset(folded)
+            compose(Turned(*ranks), parse("raw")), SHAPE, backend=name, folded=frozenset(folded)
         )
         for name in ("cpu", "torch")
     ]
@@ -201,10 +207,31 @@ def tensors(cache: PolicyCache) -> list[Tensor]:
     return [x for _, x in sorted(cache.state().tensors.items())]
 
 
-@pytest.mark.parametrize("basis", [Turned("64", "3"), Turned("9", "9", together=2)], ids=repr)
-def test_heads_of_other_ranks_or_stored_together_are_not_decoded_in_rows(basis) -> None:
+def test_heads_that_are_stored_together_are_not_decoded_in_rows() -> None:
     need("cpu")
-    assert PolicyCache(basis, SHAPE, backend="cpu")._decode_rows is None
+    assert PolicyCache(Turned("9", "9", together=2), SHAPE, backend="cpu")._decode_rows is None
+
+
+@pytest.mark.parametrize("window", [0, 5, 8])
+def test_a_window_in_pages_is_decoded_in_rows_by_heads_of_other_ranks(window, monkeypatch) -> None:
+    need("cpu")
+    policy = compose(Turned("645", "2135"), Exact(1, window))
+    ours, other = (
+        PolicyCache(
+            policy, SHAPE, backend=name, pool=PagePool(256, 400, kernels=page_kernels_of(name))
+        )
+        for name in ("cpu", "torch")
+    )
+    done: list[bool] = []
+    in_rows = ours.attend_rows
+    monkeypatch.setattr(
+        ours, "attend_rows", lambda *given: done.append(in_rows(*given)) or done[-1]
+    )
+    found = answers(policy, used_again=True, cache=ours)
+    wanted = answers(policy, used_again=True, cache=other)
+    for here, there in zip(found, wanted, strict=True):
+        torch.testing.assert_close(here, there, rtol=1e-4, atol=1e-5)
+    assert done == [True] * 6 * SHAPE.layers
 
 
 @settings(deadline=None, max_examples=40)

@@ -18,7 +18,7 @@ from kv_attention.partial import Partial, Scored
 from kv_attention.peak import attend_and_score, attend_partly, largest_probabilities
 from kv_attention.ragged import HeadGroup, attend_ragged
 from kv_attention.reading import select_pages
-from kv_attention.rows import DecodeRows, RowInputs, RowMaps, TokenPlaces
+from kv_attention.rows import DecodeRows, RowGroup, RowInputs, RowMaps, TokenPlaces
 from kv_attention.tokens import Attended, DenseTokens
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "HeadGroup",
     "PageBounds",
     "Partial",
+    "RowGroup",
     "RowInputs",
     "RowMaps",
     "Scored",

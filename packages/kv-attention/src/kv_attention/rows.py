@@ -80,6 +80,21 @@ class RowMaps:
 
 
 @dataclass(frozen=True, slots=True)
+class RowGroup:
+    """Heads of a layer that store vectors of the same dimensions, with their stored tokens.
+
+    Attributes:
+        heads: the heads.
+        dims: dimensions of a stored key and of a stored value, at most those of the longest.
+        pages: their tokens, one entry per tier that holds some.
+    """
+
+    heads: tuple[int, ...]
+    dims: tuple[int, int]
+    pages: tuple[PagedTokens, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RowInputs:
     """A decode step of one layer: one new token of each sequence, in consecutive rows.
 
@@ -93,7 +108,7 @@ class RowInputs:
         output: set to the attention of the sequences' rows; other rows are unchanged.
         first: the row of the first sequence.
         position: positions of the new tokens; -1 for padding, whose output is 0.
-        pages: stored tokens, one entry per tier.
+        pages: stored tokens, one entry per tier; empty if there are `groups`.
         scale: the factor of the logits.
         softcap: the bound of the logits, as for `kv_attention.attend`.
         sinks: a logit of each query head, as for `kv_attention.attend`.
@@ -108,6 +123,9 @@ class RowInputs:
         page_positions: positions of each part of `pages`, -1 for empty slots, if pages store none;
             only read to update scores.
         maps: what maps vectors to those that are stored, and outputs back; None: nothing does.
+        groups: all heads, each in one group, if they store vectors of different dimensions. Then R
+            and Rv are those of the longest; what is past those of a head is neither read, nor
+            attended to, and 0 in its attention. Empty: all heads are alike.
     """
 
     query: Float[Tensor, "m Q D"]
@@ -126,6 +144,7 @@ class RowInputs:
     running: Running | None = None
     page_positions: Sequence[Int[Tensor, "B H _"] | None] = ()
     maps: RowMaps | None = None
+    groups: Sequence[RowGroup] = ()
 
 
 @runtime_checkable

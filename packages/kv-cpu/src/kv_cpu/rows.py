@@ -45,8 +45,12 @@ def decode_rows(inputs: RowInputs) -> Attended | None:
     tensors: list[Tensor] = []
     parts: list[int] = []
     running = [] if inputs.running is None else [*running_numbers(inputs.running)]
-    positions = inputs.page_positions or (None,) * len(inputs.pages)
-    for pages, position in zip(inputs.pages, positions, strict=True):
+    groups: list[int] = []
+    for group in inputs.groups:
+        groups += (len(group.heads), *group.dims, len(group.pages), *group.heads)
+    stored = [*inputs.pages, *(pages for group in inputs.groups for pages in group.pages)]
+    positions = inputs.page_positions or (None,) * len(stored)
+    for pages, position in zip(stored, positions, strict=True):
         width = longest_of(pages) if watching else 0
         place = None if inputs.running is None else position
         layout = _layout(pages.layout, pages.reverse, pages.holes, place is not None, width)
@@ -75,6 +79,7 @@ def decode_rows(inputs: RowInputs) -> Attended | None:
         parts,
         *watches(inputs.observations),
         running,
+        groups,
         inputs.scale,
         inputs.softcap or 0.0,
         [] if sinks is None else [sinks.float().contiguous()],
@@ -107,6 +112,9 @@ def declined(inputs: RowInputs) -> str | None:
     for what in inputs.observations:
         if what.last != 0 and (what.skip > 1 or what.gumbel is not None):
             return "an observation needs positions or noise"
+    watching = any(what.last != 0 for what in inputs.observations)
+    if inputs.groups and (watching or inputs.places is not None):
+        return "heads of different dimensions are observed, or their new tokens stored"
     if inputs.running is not None:
         only = inputs.observations[0]
         if len(inputs.observations) > 1 or only.last == 0 or only.also:

@@ -352,10 +352,34 @@ class Maker:
             stored = (key, key_dim), (value, value_dim)
             copies = [torch.zeros(sequences, heads, dim, dtype=x.dtype) for x, dim in stored]
         softcap, sinks = self.softmax(by_head)
+        groups: list[int] = []
+        if self.random.random() < 0.3:
+            watches, running, store, tier = ([], []), [], [], []
+            tensors, parts, groups = self.groups(by_head, value_dim)
+            self.pad(position, tensors, parts)
         isa = self.random.choice(self.isas)
         first_args = (q, key, value, position, out, first, tensors, parts)
-        more = (running, 0.2, softcap, sinks, store, tier, copies, maps, kinds, isa)
+        more = (running, groups, 0.2, softcap, sinks, store, tier, copies, maps, kinds, isa)
         return [*first_args, *watches, *more]
+
+    def groups(self, q: Tensor, value_dim: int) -> tuple[list[Tensor], list[int], list[int]]:
+        """Return parts of groups of heads whose vectors have dimensions of their own."""
+        tensors: list[Tensor] = []
+        numbers: list[int] = []
+        groups: list[int] = []
+        heads = torch.randperm(q.shape[1], generator=self.generator).tolist()
+        while heads:
+            count = self.random.randint(1, len(heads))
+            dims = self.random.randint(1, q.shape[-1]), self.random.randint(1, value_dim)
+            own = q[:, heads[:count], ..., : dims[0]]
+            given = [self.part(own, dims[1], False) for _ in range(self.random.randint(0, 2))]
+            paged = [(more, few) for more, few in given if few[0]]
+            for more, few in paged:
+                tensors += more
+                numbers += few
+            groups += [count, *dims, len(paged), *heads[:count]]
+            heads = heads[count:]
+        return tensors, numbers, groups
 
     def maps(self, heads: int, key_dim: int, value_dim: int) -> tuple[list[Arg], list[int], list]:
         """Return maps of some vectors, their kinds, and dimensions of what is given.

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import native_judge
 import native_maps
+import native_rows
 from kv_cpu import missing, runnable
 from native_calls import Arena, Arg, Call, Maker, bend, bytes_of
 
@@ -86,7 +86,7 @@ def fault_of(call: Call, arena: Arena, random: Random) -> tuple[str | None, bool
     copies = [] if call.hopeless or shrunk else mapped(args, torch.clone)
     if copies:
         try:
-            expected = getattr(native_judge, call.name)(*copies)
+            expected = native_rows.reference_of(call.name)(*copies)
         except Exception as error:  # any error of the reference
             reason = f"the reference raises {type(error).__name__}: {error}"
     try:
@@ -115,7 +115,7 @@ def fault_of(call: Call, arena: Arena, random: Random) -> tuple[str | None, bool
         if not bounds.hold(x):
             return f"result {i} is {x.flatten()[:8].tolist()}, not {bounds}", False
     if call.name == "decode_rows":
-        native_judge.settle_scores(args, copies)
+        native_rows.settle_scores(args, copies)
         native_maps.settle_maps(args, copies)
     for i, (x, y) in enumerate(zip(tensors_in(args), tensors_in(copies), strict=True)):
         if x is not output and not _equal(x, y):

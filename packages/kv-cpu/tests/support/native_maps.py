@@ -39,10 +39,10 @@ def stored_rows(key, value, bases):
 
 def settle_maps(args, copies) -> None:
     """Set what is stored and copied to the reference's where that is infinite or NaN after maps."""
-    key, value, maps, kinds = copies[1], copies[2], copies[17], copies[18]
+    key, value, maps, kinds = copies[1], copies[2], copies[18], copies[19]
     both = stored_rows(key, value, dict(zip(kinds, maps, strict=True)))
     if all(x.isfinite().all() for x in both):
         return
-    for x, y in zip((*args[14][:1], *args[16]), (*copies[14][:1], *copies[16]), strict=True):
+    for x, y in zip((*args[15][:1], *args[17]), (*copies[15][:1], *copies[17]), strict=True):
         wild = ~y.isfinite() if x.is_floating_point() else torch.ones_like(x).bool()
         x.copy_(torch.where(wild, y, x))

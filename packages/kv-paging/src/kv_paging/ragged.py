@@ -268,17 +268,17 @@ class PerHeadRankTiers(Sequences):
         )
 
     def _step(self, choice: Placement, place: Int[Tensor, "K S"], token: NewTokens) -> None:
+        cut, none = self.kinds.cut, [None] * self.kinds.count
+        choices = cut(torch.stack((choice.candidate, choice.victim, choice.target)), 1)
+        places, keys, values = cut(place, 1), cut(token.key), cut(token.value)
+        scores = none if token.score is None else cut(token.score)
+        positions = none if token.position is None else cut(token.position)
         works = []
         for i, tiers in enumerate(self.each):
-            own, form = self.kinds.rows(i), tiers.parts[0].layout.format
-            mine = Placement(choice.candidate[own], choice.victim[own], choice.target[own])
-            new = NewTokens(
-                token.key[own, : form.key.dim],
-                token.value[own, : form.value.dim],
-                None if token.score is None else token.score[own],
-                None if token.position is None else token.position[own],
-            )
-            works.append((mine, place[:, own], new))
+            form = tiers.parts[0].layout.format
+            key, value = keys[i][:, : form.key.dim], values[i][:, : form.value.dim]
+            new = NewTokens(key, value, scores[i], positions[i])
+            works.append((Placement(*choices[i]), places[i], new))
         for tiers, work in zip(self.each, works, strict=True):
             tiers.expect_step(*work)
         if self.in_blocks:

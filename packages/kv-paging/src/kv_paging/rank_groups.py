@@ -28,6 +28,13 @@ class RankGroups:
         for where in self._where:
             cell[where[:, 0], where[:, 1]] = torch.arange(len(where), device=kind.device)
         self._cell = cell
+        cells: list[list[int]] = cell.tolist()
+        # By layer, each head's kind, cell and number.
+        self.by_layer = tuple(
+            tuple(zip(own, at, range(len(own)), strict=True))
+            for own, at in zip(self.heads_of, cells, strict=True)
+        )
+        self._order = torch.zeros(0, dtype=torch.long, device=kind.device)
         each = torch.stack([(kind == i).sum(1) for i in range(self.count)]).cpu()
         self._ends = each.cumsum(1).tolist()
 
@@ -62,6 +69,17 @@ class RankGroups:
         sequence = torch.arange(self.sequences, device=layer.device)
         number: Tensor = (layer * self.sequences + sequence) * self.kind.shape[1] + head
         return number.flatten()
+
+    def cut(self, x: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
+        """Return, per kind, what a dimension has for its table rows, in the kind's order.
+
+        Args:
+            x: a tensor with all table rows in one of its dimensions.
+            dim: the dimension.
+        """
+        if len(self._order) != self.kind.numel() * self.sequences:  # sequences came or went
+            self._order = torch.cat([self.rows(i) for i in range(self.count)])
+        return x.index_select(dim, self._order).split([n * self.sequences for n in self.cells], dim)
 
     def split(
         self, table_rows: Int[Tensor, " S"]

@@ -2,23 +2,26 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kv_attention import DenseTokens, HeadGroup, PageBounds
+from kv_attention import DenseTokens, HeadGroup, PageBounds, RowGroup
 from kv_paging import PagePool, PerHeadRankStore, PerHeadRankTiers, Tiers, TokenStore
 from kv_policy import CacheShape, KVPolicy, PagedTokens
 from kv_runtime.columns import Columns
 from kv_runtime.copies import to_device
 from kv_runtime.forward_pass import Pass, flat, grid
-from kv_runtime.heads import head_groups
+from kv_runtime.heads import head_groups, row_groups
 from kv_runtime.layout import Layout
 from kv_runtime.memory import MemoryReport
 from kv_runtime.window.base import RingBuffer, Window
 
-__all__ = ["Batch", "Pass", "flat", "grid"]
+__all__ = ["Batch", "LayerRows", "Pass", "flat", "grid"]
+
+LayerRows: TypeAlias = tuple[Sequence[PagedTokens], Sequence[RowGroup]]  # one of them is empty
 
 _ALL = slice(None)
 
@@ -155,26 +158,26 @@ class Batch:
         # `update_bounds` has bounded every full page, and a pass stores its tokens at its end.
         return PageBounds(each, first.bounds.count.view(lead)[layer], missing=0)
 
-    def layer_views(self) -> list[tuple[PagedTokens, ...]] | None:
+    def layer_rows(self) -> list[LayerRows] | None:
         """Return the stored tokens of every layer, in the order of `views` and without tiles.
 
         Valid until the next operation.
 
         Returns:
-            None: heads have different dimensions, or the window is not in pages.
+            None: the window is not in pages.
         """
-        found = []
-        for _, store in self.held_stores:
-            if not isinstance(store, TokenStore):
-                return None
-            found.append(store.views())
-        raw = self.held_window
+        stores, raw = [store for _, store in self.held_stores], self.held_window
+        if isinstance(self.tiers, PerHeadRankTiers):
+            groups = row_groups(self.tiers.kinds, self.layout.shapes, stores, raw)
+            return None if groups is None else [((), layer) for layer in groups]
+        found = [store.views() for store in stores if isinstance(store, TokenStore)]
         if raw is not None:
             slots = raw.views() if isinstance(raw, RingBuffer) else None
             if slots is None:
                 return None
             found.append(slots)
-        return list(zip(*found, strict=True)) if found else [()] * self.shape.layers
+        pages = zip(*found, strict=True) if found else [()] * self.shape.layers
+        return [(layer, ()) for layer in pages]
 
     def window_positions(self) -> tuple[Int[Tensor, "B H W"] | None, ...]:
         """Return for each part of a layer its tokens' positions if its pages store none."""

@@ -19,7 +19,6 @@ from kv_policy import (
     CacheShape,
     KVPolicy,
     Observe,
-    PagedTokens,
     Queries,
     Replay,
     complete,
@@ -28,7 +27,7 @@ from kv_runtime import checks
 from kv_runtime.attention import attended
 from kv_runtime.backends import AUTO, checked_backend
 from kv_runtime.bases import Bases, Folded, by_stored_head
-from kv_runtime.batch import Batch, rolls_back
+from kv_runtime.batch import Batch, LayerRows, rolls_back
 from kv_runtime.copies import to_device
 from kv_runtime.expanded import Expanded, attended_by_head, observes_tail
 from kv_runtime.forward_pass import Forward, Pass
@@ -154,7 +153,7 @@ class PolicyCache:
         self._alone: bool | None = None  # the answer of `attends_alone` in this pass
         self._order: Tensor | None = None  # the columns of this pass by position, if it needs them
         self._goes_on = False  # whether prompts continue in a later pass
-        self._views: list[tuple[PagedTokens, ...]] | None = None  # of the pass, by layer
+        self._views: list[LayerRows] | None = None  # of the pass, by layer
         self._places: tuple[Int[Tensor, "B H W"] | None, ...] = ()  # of the same tokens, if read
         self._in_rows = False  # whether `attend` may decode as `attend_rows`
         self._shared: SharedLayer | None = None
@@ -371,7 +370,7 @@ class PolicyCache:
         if batch.pool.shares:  # a shared page is copied before its scores are updated
             running = None
         if layer == 0:
-            self._views = batch.layer_views()
+            self._views = batch.layer_rows()
             self._places = () if running is None else batch.window_positions()
         if self._views is None:
             return False
@@ -382,14 +381,15 @@ class PolicyCache:
             value, into = (self.bases.unpadded(layer, x) for x in (value, output))
         lead = len(position), key.shape[1], 1
         keys, values = key.new_empty(*lead, shape.key_dim), value.new_empty(*lead, shape.value_dim)
-        vectors = query, key, value, into, first, position
+        vectors, (pages, groups) = (query, key, value, into, first, position), self._views[layer]
         inputs = RowInputs(
-            *(*vectors, self._views[layer], scale, softcap, sinks),
+            *(*vectors, pages, scale, softcap, sinks),
             copies=(keys, values),
             observations=(self.observe,),
             running=running,
             page_positions=self._places,
             maps=maps,
+            groups=groups,
         )
         result = self._decode_rows(inputs)
         if result is None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from jaxtyping import Int
 from torch import Tensor
 
-from kv_attention import DenseTokens, HeadGroup
+from kv_attention import DenseTokens, HeadGroup, RowGroup
 from kv_paging import PerHeadRankStore, RankGroups, TokenStore
 from kv_policy import CacheShape, PagedTokens
 from kv_runtime.window.base import Window
@@ -56,3 +56,41 @@ def head_groups(
             )
         )
     return found
+
+
+def row_groups(
+    kinds: RankGroups,
+    shapes: Sequence[CacheShape],
+    stores: Sequence[TokenStore | PerHeadRankStore],
+    raw: Window | None,
+) -> list[tuple[RowGroup, ...]] | None:
+    """Return the stored tokens of each layer by head, for a decode step on an engine's rows.
+
+    Args:
+        kinds: the kind of each head.
+        shapes: the shape of each kind.
+        stores: stores that may hold tokens.
+        raw: the window, if it holds tokens.
+
+    Returns:
+        None: the window is not in pages.
+    """
+    held: list[list[list[PagedTokens]]] = [[] for _ in shapes]  # by kind, store and cell
+    for store in stores:
+        assert isinstance(store, PerHeadRankStore), "heads are of several kinds"
+        for found, member in zip(held, store.members, strict=True):
+            if member.longest:
+                found.append(member.views())
+    if isinstance(raw, RaggedWindow):
+        for found, ring in zip(held, raw.members, strict=True):
+            slots = ring.views()
+            if slots is None:
+                return None
+            found.append(slots)
+    dims = [(shape.key_dim, shape.value_dim) for shape in shapes]
+    cells = [list(zip(*found, strict=True)) for found in held]
+
+    def group(kind: int, cell: int, head: int) -> RowGroup:
+        return RowGroup((head,), dims[kind], cells[kind][cell] if cells[kind] else ())
+
+    return [tuple(group(*each) for each in layer) for layer in kinds.by_layer]

@@ -101,8 +101,7 @@ class Layout:
         if bases is None:
             return not shape.value_in_key
         once = policy.selector is not None and complete(policy.selector).scores_once
-        singly = self.shape.kv_heads == shape.kv_heads and len(self.shapes) == 1
-        return singly and not once
+        return self.shape.kv_heads == shape.kv_heads and not once
 
     def expect_same(self, other: "Layout") -> None:
         """Raise if another layout differs.
