@@ -114,11 +114,11 @@ struct Job {
   std::vector<int32_t*> seen;  // per part: watches x B x H x width; the same
 
   int64_t table_rows() const { return sequences * heads; }
-  // Dimensions of a head's keys.
-  int64_t key_dim_of(int64_t head) const {
+  // The group of a table row's head; null: there are no groups.
+  const HeadGroup* group_of(int64_t table_row) const {
     for (const HeadGroup& each : groups)
-      if (each.index[head] >= 0) return each.key_dim;
-    return key_dim;
+      if (each.index[table_row % heads] >= 0) return &each;
+    return nullptr;
   }
 };
 

@@ -204,7 +204,8 @@ class Runner {
     const uint8_t* from =
         job_.queries + table_row / job_.heads * step[0] + table_row % job_.heads * step[1];
     const int width = job_.query_width;
-    const int64_t dim = job_.key_dim_of(table_row % job_.heads);
+    const HeadGroup* group = job_.group_of(table_row);
+    const int64_t dim = group ? group->key_dim : job_.key_dim;
     std::fill_n(scratch.queries, job_.group * width, 0.0f);
     for (int64_t g = 0; g < job_.group; ++g) {
       float* row = scratch.queries + g * width;
@@ -226,12 +227,16 @@ class Runner {
   }
 
   void finish(int64_t table_row, const State& state) {
+    // Kernels leave sums past the dimensions of values undefined.
+    const HeadGroup* group = job_.group_of(table_row);
+    const int64_t dim = group ? group->value_dim : job_.value_dim;
     for (int64_t g = 0; g < job_.group; ++g) {
       const float total = state.total[g];
       const float share = total == 0 ? 0 : 1 / total;  // without tokens, the sums are 0 as well
       float* out = job_.out + (table_row * job_.group + g) * job_.value_dim;
       const float* sums = state.sums + g * job_.value_width;
-      for (int64_t d = 0; d < job_.value_dim; ++d) out[d] = sums[d] * share;
+      for (int64_t d = 0; d < dim; ++d) out[d] = sums[d] * share;
+      std::fill(out + dim, out + job_.value_dim, 0.0f);
       job_.lse[table_row * job_.group + g] =
           total == 0 ? -INFINITY : state.top[g] + std::log(total);
     }

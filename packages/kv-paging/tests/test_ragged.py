@@ -5,6 +5,8 @@ from typing import Any, TypeAlias
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kv_paging import PagePool, PerHeadRankTiers, PoolExhausted
 from kv_paging.rank_groups import RankGroups

@@ -216,9 +216,10 @@ def test_heads_that_are_stored_together_are_not_decoded_in_rows() -> None:
 def test_a_window_in_pages_is_decoded_in_rows_by_heads_of_other_ranks(window, monkeypatch) -> None:
     need("cpu")
     policy = compose(Turned("645", "2135"), Exact(1, window))
+    size = PolicyCache(policy, SHAPE).layout.page_bytes
     ours, other = (
         PolicyCache(
-            policy, SHAPE, backend=name, pool=PagePool(256, 400, kernels=page_kernels_of(name))
+            policy, SHAPE, backend=name, pool=PagePool(size, 400, kernels=page_kernels_of(name))
         )
         for name in ("cpu", "torch")
     )
