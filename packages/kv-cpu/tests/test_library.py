@@ -107,6 +107,7 @@ def test_the_interface_is_counted_on_where_operators_change():
         8: "1110610d64f172e0",
         9: "1110610d64f172e0",
         10: "36d41049b189396d",
+        11: "a0d3d85aaae29a6f",
     }
     assert hashlib.sha256(schemas.encode()).hexdigest()[:16] == known[INTERFACE]
 
