@@ -124,8 +124,9 @@ def _few_objects() -> Iterator[None]:
         patch.setattr(gc, "freeze", lambda: None)
         patch.setattr(gc, "unfreeze", lambda: None)
         # For each engine vLLM looks for its Triton kernels in all modules, and fails at one of
-        # llvmlite, which n-gram drafting imports. Once is enough for a process. 0.30 does not look.
-        if minor(vllm.__version__) != (0, 30):
+        # llvmlite, which n-gram drafting imports. Once is enough for a process. 0.29 and 0.30 do
+        # not look.
+        if (minor(vllm.__version__) or (0, 0)) > (0, 30):
             register = functools.cache(CpuPlatform.register_triton_kernel_overrides)
             patch.setattr(CpuPlatform, "register_triton_kernel_overrides", staticmethod(register))
         yield

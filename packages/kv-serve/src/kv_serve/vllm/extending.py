@@ -13,9 +13,11 @@ def extend(owner: type, name: str, function: Callable[..., Any]) -> None:
         name: of the method.
         function: takes the method and then its arguments. Of each module, at most one extends it.
     """
-    method = getattr(owner, name)
-    if method.__module__ == function.__module__:
-        return
+    method = found = getattr(owner, name)
+    while found is not None:  # through the extensions of others
+        if found.__module__ == function.__module__:
+            return
+        found = getattr(found, "__wrapped__", None)
 
     @functools.wraps(method)
     def extended(*given: Any, **options: Any) -> Any:
