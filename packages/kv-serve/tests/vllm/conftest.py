@@ -141,9 +141,11 @@ def start(_few_objects: None) -> Callable[..., AbstractContextManager["LLM"]]:
     def running(
         model: str, policy: object = None, poison: bool = False, **options: Any
     ) -> Iterator["LLM"]:
+        import torch
         import vllm
         from vllm import LLM
 
+        before = torch.get_default_dtype()
         named: dict[str, object] = {} if policy is None else {"kv_policy": policy}
         named |= {"kv_poison": True} if poison else {}
         given = {"enforce_eager": True, "additional_config": named} | options
@@ -156,6 +158,7 @@ def start(_few_objects: None) -> Callable[..., AbstractContextManager["LLM"]]:
             finally:
                 engine.llm_engine.engine_core.shutdown()
         finally:
+            torch.set_default_dtype(before)  # 0.29 leaves another if a model is not loaded
             _forget_connector()
             _forget_groups()
 

@@ -9,7 +9,7 @@ import importlib
 import inspect
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import Any, Final
 
 from kv_serve.vllm.versions import SERVED, installed, minor
 
@@ -133,6 +133,8 @@ _OLDER: Final = (  # what `older` extends, calls and counts like
     "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.get_num_blocks_to_allocate(request_id, "
     "num_tokens, new_computed_blocks, num_encoder_tokens, total_computed_tokens, "
     "num_local_computed_tokens, num_tokens_main_model, apply_admission_cap)",
+    "vllm.model_executor.model_loader.base_loader:process_weights_after_loading(model, "
+    "model_config, target_device)",
 )
 DIFFERENT: Final = {
     (0, 29): (*_BEFORE_31, *_OLDER),
@@ -284,6 +286,25 @@ def complete_scheduler() -> None:
         from kv_serve.vllm import older
 
         older.watch()
+
+
+def complete_loader() -> None:
+    """Let the loader of 0.29 know all layers of a model, as later ones do; also repeatedly."""
+    if not _since(0, 30):
+        from kv_serve.vllm import older
+
+        older.watch_loader()
+
+
+def chunks_on_host(spec: Any) -> int:
+    """Return for how many chunks of blocks a spec of offloading has memory on the host."""
+    return int(spec.num_chunks if _since(0, 30) else spec.num_blocks)
+
+
+@functools.cache
+def indexes_requests() -> bool:
+    """Return whether metadata of attention have a field for the runner's index of each request."""
+    return _since(0, 30)
 
 
 def _since(*version: int) -> bool:

@@ -2,14 +2,15 @@
 
 import functools
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 
-def extend(owner: type, name: str, function: Callable[..., Any]) -> None:
+def extend(owner: type | ModuleType, name: str, function: Callable[..., Any]) -> None:
     """Let a function be called in place of a method; may be called repeatedly.
 
     Args:
-        owner: the class.
+        owner: the class, or the module of a function.
         name: of the method.
         function: takes the method and then its arguments. Of each module, at most one extends it.
     """

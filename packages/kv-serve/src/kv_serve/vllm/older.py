@@ -1,15 +1,20 @@
-"""What the scheduler of vLLM 0.29 does not do, and later ones do; delete this with 0.29.
+"""What vLLM 0.29 does not do, and later ones do; delete this with 0.29.
 
-It does not hand its manager of blocks to a KV connector, and it preempts a request as soon as
-another one lacks blocks. Later ones ask the connector first: if blocks are about to be free, the
-request that lacks them waits for the next step, and so do those behind it. With our connector, the
-constructor hands over the manager, and the method that cuts the tokens of a request asks before
-vLLM allocates blocks for them: vLLM passes over a running request that has no tokens in a step.
+Its scheduler does not hand its manager of blocks to a KV connector, and it preempts a request as
+soon as another one lacks blocks. Later ones ask the connector first: if blocks are about to be
+free, the request that lacks them waits for the next step, and so do those behind it. With our
+connector, the constructor hands over the manager, and the method that cuts the tokens of a request
+asks before vLLM allocates blocks for them: vLLM passes over a running request that has no tokens in
+a step.
+
+Where a model runs in the code of transformers, its layers of attention are in no module, so the
+loader does not tell them that weights are loaded, when they choose their backend.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
+import torch
 from vllm.v1.request import RequestStatus
 
 from kv_serve.vllm import boundaries
@@ -19,6 +24,10 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request
+
+
+# The module of the class from which models in the code of transformers are derived.
+_TRANSFORMERS: Final = "vllm.model_executor.models.transformers.base"
 
 
 class AskedFirst:
@@ -47,6 +56,23 @@ def watch() -> None:
     boundaries.watch()  # what it leaves of the tokens needs blocks, so ours is around it
     extend(Scheduler, "__init__", _made)
     extend(Scheduler, "_reserve_prefill_lookahead", _reserved)
+
+
+def watch_loader() -> None:
+    """Complete the loader of vLLM 0.29, before a model is loaded; may be called repeatedly."""
+    from vllm.model_executor.model_loader import base_loader
+
+    extend(base_loader, "process_weights_after_loading", _loaded)
+
+
+def _loaded(
+    process: Callable[..., None], model: torch.nn.Module, *given: Any, **options: Any
+) -> None:
+    if any(kind.__module__ == _TRANSFORMERS for kind in type(model).__mro__):
+        layers: dict[int, torch.nn.Module] = model.attention_instances
+        for index, layer in layers.items():
+            model.add_module(f"attention_{index}", layer)
+    process(model, *given, **options)
 
 
 def _made(make: Callable[..., None], self: "Scheduler", *given: Any, **options: Any) -> None:
