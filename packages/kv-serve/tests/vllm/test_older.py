@@ -197,3 +197,26 @@ def test_blocks_are_lacking_where_vllm_allocates_none(
         assert lacks == (new is None)
         if new is not None:
             one.num_computed_tokens += tokens
+
+
+@pytest.mark.parametrize("code", ["transformers", "vllm"])
+def test_layers_in_the_code_of_transformers_are_told_that_weights_are_loaded(code: str) -> None:
+    from kv_serve.vllm.older import _TRANSFORMERS, _loaded
+
+    class Base(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.nn.Linear(1, 1)
+            self.attention_instances = {at: torch.nn.Identity() for at in range(2)}
+
+    Base.__module__ = _TRANSFORMERS if code == "transformers" else "vllm.model_executor.models"
+    model = type("Model", (Base,), {})()
+    told: list[torch.nn.Module] = []
+
+    def process(model: torch.nn.Module, config: str, *, target_device: str) -> None:
+        assert (config, target_device) == ("config", "cpu")
+        told.extend(model.modules())
+
+    _loaded(process, model, "config", target_device="cpu")
+    layers = [*model.attention_instances.values()] if code == "transformers" else []
+    assert told == [model, model.inner, *layers]
