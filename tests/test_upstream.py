@@ -59,8 +59,8 @@ def said(vllm: griffe.Module, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     def compared(
         *lines: tuple[str, bool], imports: Sequence[tuple[tuple[str, str], ...]] = ()
     ) -> list[str]:
-        monkeypatch.setattr(upstream, "lines", lambda: list(lines))
-        monkeypatch.setattr(upstream, "imported", lambda: list(imports))
+        monkeypatch.setattr(upstream, "lines", lambda version: list(lines))
+        monkeypatch.setattr(upstream, "imported", lambda version: list(imports))
         return upstream.differences(vllm)
 
     return compared
@@ -120,6 +120,31 @@ def test_a_name_that_moved_between_versions_is_found_in_either(tmp_path: Path, s
     assert upstream.imported(ours) == [(("vllm.base", "Base"),), moved]
     assert said(imports=[moved]) == []
     assert said(imports=[moved[1:]]) == ["vllm.gone has no Spec"]
+
+
+def test_a_version_is_compared_with_what_is_imported_of_it(tmp_path: Path) -> None:
+    (tmp_path / "module.py").write_text(
+        "if _since(0, 33):\n    from vllm.new import Spec\nelse:\n    from vllm.old import Spec\n"
+        "def late():\n    if not _since(0, 30):\n        from vllm import older\n"
+        "    if _since(0, 31):\n        from vllm.log import level\n"
+    )
+    old, new = (("vllm.old", "Spec"),), (("vllm.new", "Spec"),)
+    log, older = (("vllm.log", "level"),), (("vllm", "older"),)
+    assert upstream.imported(tmp_path, "0.29.0") == [older, old]
+    assert upstream.imported(tmp_path, "0.32.1") == [log, old]
+    assert upstream.imported(tmp_path, "0.33.0") == [log, new]
+    assert upstream.imported(tmp_path) == [older, log, (*new, *old)]
+
+
+def test_a_version_is_compared_in_its_own_form() -> None:
+    named = {
+        version: {line.partition("(")[0].rpartition(".")[2] for line, _ in upstream.lines(version)}
+        for version in ("0.29.0", "0.30.0", "")
+    }
+    assert "has_pending_block_frees" not in named["0.29.0"]
+    assert "has_pending_block_frees" in named["0.30.0"] & named[""]
+    assert "allocate_slots" in named["0.29.0"] - named["0.30.0"] - named[""]
+    assert upstream.lines("0.33.0") == upstream.lines()
 
 
 def test_a_wheel_gives_its_sources_alone(tmp_path: Path) -> None:

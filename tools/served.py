@@ -13,7 +13,7 @@ from tools.count import count
 from tools.workspace import ROOT
 
 # A build of each minor version that is served, of those that the index has for CPUs; newest first.
-VLLM: Final = ("0.32.0", "0.31.0", "0.30.0")
+VLLM: Final = ("0.32.0", "0.31.0", "0.30.0", "0.29.0")
 REPORTS: Final = ROOT / ".nox" / ".cache" / "reports"
 TESTED: Final = "vllm-at-"  # begins the name of a report, which ends with the version
 COMPARED: Final = "upstream-"

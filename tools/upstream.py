@@ -2,8 +2,9 @@
 
 Nothing of that vLLM is installed or imported: its Python sources are parsed, from the wheel on the
 package index or from a checkout. So a version can be checked for which there is only a wheel for
-GPUs. Compared are the interfaces that `kv_serve.vllm.adapters` lists, in their newest form, and
-every name that kv-serve imports from vLLM.
+GPUs. Compared are the interfaces that `kv_serve.vllm.adapters` lists, in the form of that version,
+and every name that kv-serve imports from it. Of a checkout the version is not known: it is taken
+for a new one.
 """
 
 import argparse
@@ -19,10 +20,12 @@ from zipfile import ZipFile
 
 import griffe
 
-from kv_serve.vllm.adapters import CALLED, DIFFERENT, OVERRIDDEN, differs
+from kv_serve.vllm.adapters import CALLED, DIFFERENT, differs, overridden
+from kv_serve.vllm.versions import minor
 from tools.workspace import ROOT
 
 PACKAGE: Final = "vllm"
+BRANCH: Final = "_since"  # in a test, it tells whether vLLM is of this version or a later one
 OURS: Final = ROOT / "packages" / "kv-serve" / "src"
 # Parts of the package that no interface is in, and that take most of the time to parse.
 UNUSED: Final = (
@@ -73,20 +76,26 @@ def parse(folder: Path) -> griffe.Module:
     return found
 
 
-def lines() -> list[tuple[str, bool]]:
-    """List the interfaces that we use, and whether their parameters must be exactly these."""
-    overridden = (*OVERRIDDEN, *DIFFERENT[max(DIFFERENT)])
-    return [*((line, True) for line in overridden), *((line, False) for line in CALLED)]
+def lines(version: str = "") -> list[tuple[str, bool]]:
+    """List the interfaces that we use of a version, and whether parameters must be exactly these.
+
+    Without a version, those of the newest.
+    """
+    exact = overridden(minor(version) or max(DIFFERENT))
+    return [*((line, True) for line in exact), *((line, False) for line in CALLED)]
 
 
-def imported(sources: Path = OURS) -> list[tuple[tuple[str, str], ...]]:
+def imported(sources: Path = OURS, version: str = "") -> list[tuple[tuple[str, str], ...]]:
     """List the modules of vLLM that our sources import, and the names from each.
 
-    The imports of one name in both branches of an `if` are alternatives of one entry.
+    The imports of one name in both branches of an `if` are alternatives of one entry, unless it
+    tells versions apart and one is given.
     """
-    found = set[tuple[tuple[str, str], ...]]()
+    found, known = set[tuple[tuple[str, str], ...]](), minor(version)
     for path in sources.rglob("*.py"):
         tree, either = ast.parse(path.read_text("utf-8")), set[tuple[str, str]]()
+        if known is not None:
+            tree = _Branches(known).visit(tree)
         for node in (each for each in ast.walk(tree) if isinstance(each, ast.If)):
             first, second = (
                 [x for stmt in b for x in _imports(stmt)] for b in (node.body, node.orelse)
@@ -99,6 +108,23 @@ def imported(sources: Path = OURS) -> list[tuple[tuple[str, str], ...]]:
     return sorted(found)
 
 
+class _Branches(ast.NodeTransformer):
+    """Leaves of each `if` that tells versions apart the branch of one version."""
+
+    def __init__(self, known: tuple[int, int]) -> None:
+        self.known = known
+
+    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
+        self.generic_visit(node)
+        test, negated = node.test, False
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            test, negated = test.operand, True
+        if not isinstance(test, ast.Call) or ast.unparse(test.func) != BRANCH:
+            return node
+        since = tuple(ast.literal_eval(each) for each in test.args)
+        return node.orelse if (self.known >= since) == negated else node.body
+
+
 def _imports(tree: ast.AST) -> Iterator[tuple[str, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and _is_theirs(node.module or ""):
@@ -107,10 +133,11 @@ def _imports(tree: ast.AST) -> Iterator[tuple[str, str]]:
             yield from ((each.name, "") for each in node.names if _is_theirs(each.name))
 
 
-def differences(vllm: griffe.Module) -> list[str]:
-    """List, as clauses, how parsed sources differ from what we use."""
-    found = [each for line, exact in lines() for each in _compare(vllm, line, exact=exact)]
-    for each in imported():
+def differences(vllm: griffe.Module, version: str = "") -> list[str]:
+    """List, as clauses, how parsed sources differ from what we use of this version of them."""
+    used = lines(version)
+    found = [each for line, exact in used for each in _compare(vllm, line, exact=exact)]
+    for each in imported(version=version):
         if not any(_has(vllm, module, name) for module, name in each):
             module, name = each[0]
             found.append(f"{module} has no {name}" if name else f"there is no module {module}")
@@ -168,8 +195,9 @@ def main() -> int:
     arguments = parser.parse_args()
     given, report = arguments.version, arguments.report
     with tempfile.TemporaryDirectory() as kept:
-        folder = Path(given)
+        folder, known = Path(given), ""
         if not folder.is_dir():
+            known = given
             print(f"downloading the wheel of vLLM {given}", flush=True)
             try:
                 wheel = download(given, Path(kept))
@@ -179,13 +207,13 @@ def main() -> int:
             folder = extract(wheel, Path(kept) / "sources")
         print("parsing its sources", flush=True)
         try:
-            found = differences(parse(folder))
+            found = differences(parse(folder), known)
         except FileNotFoundError as error:
             print(error, file=sys.stderr)
             return 2
     for each in found:
         print(f"* {each}")
-    count = len(lines()) + len(imported())
+    count = len(lines(known)) + len(imported(version=known))
     print(f"of {count} interfaces and imported names, {len(found)} differ in vLLM {given}")
     if report is not None:
         report.parent.mkdir(parents=True, exist_ok=True)

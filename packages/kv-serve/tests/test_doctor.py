@@ -223,7 +223,7 @@ def test_a_vllm_of_another_version_is_no_fault(monkeypatch: pytest.MonkeyPatch) 
     found = diagnose()
     assert not found.broken
     said = [problem.what for problem in found.problems]
-    assert "policies need vLLM 0.30 to 0.33, but vLLM 0.34.0 is installed" in said
+    assert "policies need vLLM 0.29 to 0.33, but vLLM 0.34.0 is installed" in said
 
 
 def test_a_vllm_that_does_not_find_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,13 +41,13 @@ def test_without_vllm_it_says_what_to_install(
     assert "vLLM is not installed; install kv-serve into" in refused("m", *policy)
 
 
-@pytest.mark.parametrize("version", ["0.29.3", "0.34.0", "unknown"])
+@pytest.mark.parametrize("version", ["0.28.3", "0.34.0", "unknown"])
 def test_another_version_of_vllm_serves_no_policy(
     monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
     be(monkeypatch, version)
     said = refused("m", "--policy", "k8v4")
-    assert f"policies need vLLM 0.30 to 0.33, but vLLM {version} is installed" in said
+    assert f"policies need vLLM 0.29 to 0.33, but vLLM {version} is installed" in said
 
 
 def test_a_checkout_says_how_to_get_a_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -84,8 +84,8 @@ def test_a_model_that_is_nowhere_is_refused() -> None:
 @pytest.mark.parametrize(
     ("version", "served"),
     [
-        *(("0.30.0", True), ("0.31.1rc2", True), ("0.33.0+cpu", True)),
-        *(("0.29.9", False), ("0.34.0", False), ("1.0", False), ("dev", False)),
+        *(("0.29.0", True), ("0.30.0", True), ("0.31.1rc2", True), ("0.33.0+cpu", True)),
+        *(("0.28.9", False), ("0.34.0", False), ("1.0", False), ("dev", False)),
     ],
 )
 def test_versions_that_are_served(version: str, served: bool) -> None:

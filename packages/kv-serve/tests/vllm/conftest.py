@@ -124,8 +124,9 @@ def _few_objects() -> Iterator[None]:
         patch.setattr(gc, "freeze", lambda: None)
         patch.setattr(gc, "unfreeze", lambda: None)
         # For each engine vLLM looks for its Triton kernels in all modules, and fails at one of
-        # llvmlite, which n-gram drafting imports. Once is enough for a process. 0.30 does not look.
-        if minor(vllm.__version__) != (0, 30):
+        # llvmlite, which n-gram drafting imports. Once is enough for a process. 0.29 and 0.30 do
+        # not look.
+        if (minor(vllm.__version__) or (0, 0)) > (0, 30):
             register = functools.cache(CpuPlatform.register_triton_kernel_overrides)
             patch.setattr(CpuPlatform, "register_triton_kernel_overrides", staticmethod(register))
         yield
@@ -140,9 +141,11 @@ def start(_few_objects: None) -> Callable[..., AbstractContextManager["LLM"]]:
     def running(
         model: str, policy: object = None, poison: bool = False, **options: Any
     ) -> Iterator["LLM"]:
+        import torch
         import vllm
         from vllm import LLM
 
+        before = torch.get_default_dtype()
         named: dict[str, object] = {} if policy is None else {"kv_policy": policy}
         named |= {"kv_poison": True} if poison else {}
         given = {"enforce_eager": True, "additional_config": named} | options
@@ -155,6 +158,7 @@ def start(_few_objects: None) -> Callable[..., AbstractContextManager["LLM"]]:
             finally:
                 engine.llm_engine.engine_core.shutdown()
         finally:
+            torch.set_default_dtype(before)  # 0.29 leaves another if a model is not loaded
             _forget_connector()
             _forget_groups()
 

@@ -48,6 +48,28 @@ def test_what_waits_is_preempted_and_given_up_is_answered_and_leaves_nothing(
         happened["freed"] += freed
         return freed
 
+    scheduler = small.llm_engine.engine_core.engine_core.scheduler
+    schedule, preempt = scheduler.schedule, scheduler._preempt_request
+    ask, waits = scheduler.connector.has_pending_block_frees, False
+
+    def scheduling(*given: object, **named: object) -> object:
+        nonlocal waits
+        waits = False
+        return schedule(*given, **named)
+
+    def asking() -> bool:
+        nonlocal waits
+        waits = ask()
+        happened["waits"] += waits
+        return waits
+
+    def preempting(*given: object, **named: object) -> None:
+        happened["hasty"] += waits
+        preempt(*given, **named)
+
+    monkeypatch.setattr(scheduler, "schedule", scheduling)
+    monkeypatch.setattr(scheduler, "_preempt_request", preempting)
+    monkeypatch.setattr(scheduler.connector, "has_pending_block_frees", asking)
     monkeypatch.setattr(type(state), "note", noting)
     monkeypatch.setattr(type(state.manager), "told", telling)
     soak = Soak(requests=16, together=8, prompt=(1, 120), answer=(1, 60), aborted=0.3)
@@ -56,9 +78,10 @@ def test_what_waits_is_preempted_and_given_up_is_answered_and_leaves_nothing(
     assert found.answered + found.aborted == 16
     assert found.aborted > 1
     assert found.preemptions
+    assert not happened["hasty"]  # one that lacks blocks waits if some are about to be free
     selector = state.policy.selector
     assert bool(happened["freed"]) == (selector.budget is not None)  # random tokens are all kept
-    assert bool(happened["short"]) == selector.replan.short
+    assert bool(happened["short"]) == bool(happened["waits"]) == selector.replan.short
     assert is_empty(small, greedy)
     assert worker.pool.used == sum(each.pages for each in worker.requests.held(kept=False).values())
 

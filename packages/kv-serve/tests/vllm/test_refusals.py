@@ -309,15 +309,15 @@ def test_a_model_that_vllm_serves_without_our_backend(
         check_engine(config, parse("k8v4"))
 
 
-@pytest.mark.parametrize("version", ["0.29.1", "0.34.0", "1.0.0", "dev"])
+@pytest.mark.parametrize("version", ["0.28.1", "0.34.0", "1.0.0", "dev"])
 def test_a_vllm_of_another_version(version: str) -> None:
     from kv_serve.vllm.config import UnservableError, check_version
 
-    with pytest.raises(UnservableError, match=rf"0\.30 to 0\.33, but vLLM {version} is installed"):
+    with pytest.raises(UnservableError, match=rf"0\.29 to 0\.33, but vLLM {version} is installed"):
         check_version(version)
 
 
-@pytest.mark.parametrize("version", ["0.30.0", "0.31.1rc2", "0.33.0+cpu"])
+@pytest.mark.parametrize("version", ["0.29.0", "0.30.0", "0.31.1rc2", "0.33.0+cpu"])
 def test_a_vllm_that_is_served(version: str) -> None:
     from kv_serve.vllm.config import check_version
 

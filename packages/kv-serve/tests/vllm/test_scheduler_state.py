@@ -327,6 +327,7 @@ def test_a_policy_that_can_drop_nothing_is_warned_of_at_the_start(
     from kv_serve.vllm.scheduler_state import SchedulerState
 
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level(logging.WARNING, "vllm")  # what vLLM's server imports may have raised it
     policy = parse(text)
     coordinator = SimpleNamespace(single_type_managers=[manager_of(policy, SHAPE, 400)])
     managers = SimpleNamespace(coordinator=coordinator, enable_caching=False)

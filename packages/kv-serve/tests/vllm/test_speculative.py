@@ -10,6 +10,7 @@ import pytest
 
 from asking import asked as answered
 from drafting import counted, drafted_by
+from kv_serve.vllm.versions import installed, minor
 from live_engine import is_empty
 from vllm_models import write_eagle, write_eagle3, write_next_token_heads, write_weights
 
@@ -34,6 +35,11 @@ NGRAM = {
     "prompt_lookup_min": 1,
     "prompt_lookup_max": 3,
 }
+# With a head, vLLM finds all but the last block of a prefix. What is read again would change
+# answers, so this is disabled; 0.29 has no such option, and there no prefix is found.
+DROPS = minor(installed() or "") == (0, 29)
+WHOLE = {} if DROPS else {"disable_eagle_block_drop": True}
+ALONE = {"enable_prefix_caching": False} if DROPS else {}
 
 
 @pytest.fixture(scope="module")
@@ -262,9 +268,11 @@ def test_an_eagle_head_changes_nothing(
     """Its layer reads hidden states of the model, and stores keys and values of its own."""
     (write_eagle if method == "eagle" else write_eagle3)(Path(weights), tmp_path)
     given = {"method": method, "model": str(tmp_path), "num_speculative_tokens": 2}
-    given |= {"disable_eagle_block_drop": True}  # as what is read again would change answers
     expected = without(COARSE)
-    with start_tiny(COARSE, speculative_config=given) as engine:
+    if ALONE:
+        with start_tiny(COARSE, **ALONE) as engine:
+            expected = told(engine)
+    with start_tiny(COARSE, speculative_config=given | WHOLE, **ALONE) as engine:
         drafted, accepted = compared(engine, told, expected)
     assert 0 < accepted < drafted
 
@@ -275,10 +283,10 @@ def test_heads_for_further_tokens_change_nothing(
 ) -> None:
     """A layer of the model itself (MTP) drafts, beside layers of experts."""
     write_next_token_heads(tmp_path)
-    made = partial(start, str(tmp_path), **OPTIONS)
+    made = partial(start, str(tmp_path), **OPTIONS, **ALONE)
     with made(COARSE) as engine:
         expected = told(engine)
-    given = {"method": "mtp", "num_speculative_tokens": 1, "disable_eagle_block_drop": True}
+    given = {"method": "mtp", "num_speculative_tokens": 1} | WHOLE
     with made(COARSE, speculative_config=given) as engine:
         drafted, accepted = compared(engine, told, expected)
     assert 0 < accepted < drafted

@@ -1,4 +1,4 @@
-"""Check that the installed vLLM has the interfaces of 0.30 to 0.33 that kv-serve uses.
+"""Check that the installed vLLM has the interfaces of 0.29 to 0.33 that kv-serve uses.
 
 These interfaces are equal in all of them, except for the lines in `DIFFERENT`, and our classes
 accept all forms of those. So one set of classes supports all versions.
@@ -9,13 +9,15 @@ import importlib
 import inspect
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import Any, Final
 
 from kv_serve.vllm.versions import SERVED, installed, minor
 
 _ATTENTION: Final = "vllm.v1.attention.backend"
 _MANAGER: Final = "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager"
 _CONNECTOR: Final = "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
+_SCHEDULER: Final = "vllm.v1.core.sched.scheduler:Scheduler"
+_MANAGERS: Final = "vllm.v1.core.kv_cache_manager:KVCacheManager"
 _METRICS: Final = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
 _SPEC: Final = "vllm.v1.kv_cache_interface"
 _REGISTRY: Final = "vllm.v1.kv_cache_spec_registry"
@@ -54,14 +56,11 @@ OVERRIDDEN: Final = (
     "num_local_computed_tokens, num_external_computed_tokens)",
     "vllm.v1.core.block_pool:BlockPool.reset_prefix_cache()",
     f"{_CONNECTOR}.__init__(vllm_config, role, kv_cache_config)",
-    f"{_CONNECTOR}.bind_kv_cache_manager(kv_cache_manager)",
     f"{_CONNECTOR}.build_connector_meta(scheduler_output)",
     f"{_CONNECTOR}.build_connector_worker_meta()",
     f"{_CONNECTOR}.get_block_ids_with_load_errors()",
-    "vllm.v1.core.sched.scheduler:Scheduler._handle_invalid_blocks(invalid_block_ids, "
-    "num_scheduled_tokens)",
-    "vllm.v1.core.sched.scheduler:Scheduler._reserve_prefill_lookahead(request, "
-    "num_computed_tokens, num_new_tokens)",
+    f"{_SCHEDULER}._handle_invalid_blocks(invalid_block_ids, num_scheduled_tokens)",
+    f"{_SCHEDULER}._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.get_kv_cache_spec()",
     f"{_CONNECTOR}.reset_cache()",
     f"{_CONNECTOR}.update_connector_output(connector_output)",
@@ -75,7 +74,6 @@ OVERRIDDEN: Final = (
     f"{_CONNECTOR}.requires_kv_delivery",
     f"{_CONNECTOR}.register_kv_caches(kv_caches)",
     f"{_CONNECTOR}.bind_connector_metadata(connector_metadata)",
-    f"{_CONNECTOR}.has_pending_block_frees()",
     f"{_CONNECTOR}.get_kv_connector_stats()",
     f"{_CONNECTOR}.build_kv_connector_stats(data)",
     f"{_CONNECTOR}.build_prom_metrics(vllm_config, metric_types, labelnames, "
@@ -112,18 +110,38 @@ _LOADED: Final = (
     f"{_MANAGER}.allocate_external_computed_blocks(request_id, num_local_computed_tokens, "
     "num_external_computed_tokens"
 )
+_BEFORE_31: Final = (
+    f"{_STORED})",
+    f"{_LOADED})",
+    f"{_ATTENTION}:AttentionBackend.get_supported_kernel_block_sizes()",
+    f"{_MANAGER}.get_num_blocks_to_allocate(request_id, num_tokens, new_computed_blocks, "
+    "total_computed_tokens, num_local_computed_tokens, num_tokens_main_model, "
+    "apply_admission_cap)",
+)
+_ASKED: Final = (
+    f"{_CONNECTOR}.bind_kv_cache_manager(kv_cache_manager)",
+    f"{_CONNECTOR}.has_pending_block_frees()",
+)
+_OLDER: Final = (  # what `older` extends, calls and counts like
+    f"{_SCHEDULER}.__init__(vllm_config, kv_cache_config, structured_output_manager, block_size, "
+    "hash_block_size, mm_registry, include_finished_set, log_stats)",
+    f"{_MANAGERS}.allocate_slots(request, num_new_tokens, "
+    "num_new_computed_tokens, new_computed_blocks, num_lookahead_tokens, "
+    "num_external_computed_tokens, delay_cache_blocks, num_encoder_tokens, "
+    "full_sequence_must_fit, reserved_blocks, has_scheduled_reqs)",
+    f"{_MANAGERS}.remove_skipped_blocks(request_id, processed_computed_tokens, num_prompt_tokens)",
+    "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.get_num_blocks_to_allocate(request_id, "
+    "num_tokens, new_computed_blocks, num_encoder_tokens, total_computed_tokens, "
+    "num_local_computed_tokens, num_tokens_main_model, apply_admission_cap)",
+    "vllm.model_executor.model_loader.base_loader:process_weights_after_loading(model, "
+    "model_config, target_device)",
+)
 DIFFERENT: Final = {
-    (0, 30): (
-        f"{_STORED})",
-        f"{_LOADED})",
-        f"{_ATTENTION}:AttentionBackend.get_supported_kernel_block_sizes()",
-        f"{_MANAGER}.get_num_blocks_to_allocate(request_id, num_tokens, new_computed_blocks, "
-        "total_computed_tokens, num_local_computed_tokens, num_tokens_main_model, "
-        "apply_admission_cap)",
-    ),
-    (0, 31): (f"{_STORED})", f"{_LOADED})", *_ALLOCATED),
-    (0, 32): (f"{_STORED})", f"{_LOADED}, record_for_zeroing)", *_ALLOCATED),
-    (0, 33): (f"{_STORED}, skip_scale)", f"{_LOADED}, record_for_zeroing)", *_ALLOCATED),
+    (0, 29): (*_BEFORE_31, *_OLDER),
+    (0, 30): (*_BEFORE_31, *_ASKED),
+    (0, 31): (f"{_STORED})", f"{_LOADED})", *_ALLOCATED, *_ASKED),
+    (0, 32): (f"{_STORED})", f"{_LOADED}, record_for_zeroing)", *_ALLOCATED, *_ASKED),
+    (0, 33): (f"{_STORED}, skip_scale)", f"{_LOADED}, record_for_zeroing)", *_ALLOCATED, *_ASKED),
 }
 
 # We call these with these arguments; any other parameter must have a default.
@@ -183,13 +201,17 @@ def check_vllm() -> None:
 @functools.cache
 def differences(version: str) -> tuple[str, ...]:
     """List, as clauses, how the installed vLLM differs from the known one of this version."""
-    known = minor(version) or (0, 0)
-    forms = [each for since, each in DIFFERENT.items() if since <= known][-1:]
-    exact = (*OVERRIDDEN, *(line for each in forms for line in each))
+    exact = overridden(minor(version) or (0, 0))
     return (
         *(found for line in exact for found in _differs(line, exact=True)),
         *(found for line in CALLED for found in _differs(line, exact=False)),
     )
+
+
+def overridden(version: tuple[int, int]) -> tuple[str, ...]:
+    """List what vLLM calls on our classes, in the form of a minor version."""
+    forms = [each for since, each in DIFFERENT.items() if since <= version][-1:]
+    return (*OVERRIDDEN, *(line for each in forms for line in each))
 
 
 def _differs(line: str, *, exact: bool) -> Iterator[str]:
@@ -251,11 +273,38 @@ def set_up_environment() -> None:
 
 
 def configure_logging(arguments: Namespace) -> None:
-    """Apply vLLM's logging options; 0.30 has none."""
+    """Apply vLLM's logging options; before 0.31 it has none."""
     if _since(0, 31):
         from vllm.logger import configure_logging_from_args
 
         configure_logging_from_args(arguments)
+
+
+def complete_scheduler() -> None:
+    """Let the scheduler of 0.29 treat our connector as later ones do; may be called repeatedly."""
+    if not _since(0, 30):
+        from kv_serve.vllm import older
+
+        older.watch()
+
+
+def complete_loader() -> None:
+    """Let the loader of 0.29 know all layers of a model, as later ones do; also repeatedly."""
+    if not _since(0, 30):
+        from kv_serve.vllm import older
+
+        older.watch_loader()
+
+
+def chunks_on_host(spec: Any) -> int:
+    """Return for how many chunks of blocks a spec of offloading has memory on the host."""
+    return int(spec.num_chunks if _since(0, 30) else spec.num_blocks)
+
+
+@functools.cache
+def indexes_requests() -> bool:
+    """Return whether metadata of attention have a field for the runner's index of each request."""
+    return _since(0, 30)
 
 
 def _since(*version: int) -> bool:

@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kv_runtime import RequestRows
-from kv_serve.vllm import boundaries, failures
+from kv_serve.vllm import boundaries, failures, older
 from kv_serve.vllm.attach import is_heard, stores_prefixes
 from kv_serve.vllm.config import served_policy
 from kv_serve.vllm.documents import documents
@@ -44,7 +44,11 @@ if TYPE_CHECKING:
 
 
 class PagesConnector(
-    failures.EndsRequests, boundaries.StopsRequests, KVConnectorBase_V1, SupportsHMA
+    failures.EndsRequests,
+    boundaries.StopsRequests,
+    KVConnectorBase_V1,
+    SupportsHMA,
+    older.AskedFirst,
 ):
     """Sends `StepMetadata` to workers and `WorkerReport` back; it transfers no keys or values."""
 

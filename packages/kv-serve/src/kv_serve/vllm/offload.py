@@ -22,6 +22,8 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
+from kv_serve.vllm.adapters import chunks_on_host
+
 
 class HostWorker(OffloadingWorker):
     """Copies blocks between an engine's cache and chunks of blocks, when it is asked to."""
@@ -96,4 +98,4 @@ class HostSpec(CPUOffloadingSpec):
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """Return what copies blocks, for each call a new one."""
-        return HostWorker(kv_caches, self.num_chunks, self.blocks_per_chunk)
+        return HostWorker(kv_caches, chunks_on_host(self), self.blocks_per_chunk)

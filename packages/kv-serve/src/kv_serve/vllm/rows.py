@@ -14,6 +14,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
 from kv_runtime import RequestRows
 from kv_serve.vllm import page_graphs
+from kv_serve.vllm.adapters import indexes_requests
 from kv_serve.vllm.connector import PagesConnector, connector_of_worker
 from kv_serve.vllm.spec import PagedSpec
 
@@ -23,7 +24,8 @@ class RowsBuilder(AttentionMetadataBuilder[RequestRows]):
 
     A request's key is the number of its first block. It is read from the device, which waits for
     all before it, only where requests may have begun: the GPU model runner gives an index to each
-    when it begins or resumes, and a request with a new index computes its prompt first.
+    when it begins or resumes, and a request with a new index computes its prompt first. vLLM 0.29
+    does not tell the index, so the key is read in each step.
 
     The worker gets the rows before the forward pass, which may be a captured one.
     """
@@ -90,9 +92,10 @@ class RowsBuilder(AttentionMetadataBuilder[RequestRows]):
 
     def _keys(self, given: CommonAttentionMetadata, count: int) -> tuple[int, ...]:
         first: Tensor = given.block_table_tensor[:count, 0]
-        if given.req_idx is None or given.is_prefilling is None:  # as in other model runners
+        found = given.req_idx if indexes_requests() else None
+        if found is None or given.is_prefilling is None:  # as in other model runners
             return tuple(first.tolist())
-        index = given.req_idx[:count].tolist()
+        index = found[:count].tolist()
         begun = bool(given.is_prefilling[:count].any())
         if begun or not self.first.keys() >= {*index}:
             self.first |= zip(index, first.tolist(), strict=True)

@@ -11,6 +11,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from kv_runtime import AHEAD, Account, request_pages
+from kv_serve.vllm.adapters import complete_scheduler
 from kv_serve.vllm.attach import attach, disable_prefix_cache
 from kv_serve.vllm.block_source import BlockSource, OwnPool, SharedPool
 from kv_serve.vllm.config import UnservableError, served_policy
@@ -49,6 +50,7 @@ class PagedSpec(FullAttentionSpec):
         find prefixes in the blocks of other layers alone.
         """
         register()
+        complete_scheduler()
         attach(vllm_config)
         if self.kept:
             disable_prefix_cache(vllm_config)

