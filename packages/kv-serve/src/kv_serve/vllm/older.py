@@ -12,7 +12,7 @@ loader does not tell them that weights are loaded, when they choose their backen
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 from vllm.v1.request import RequestStatus
@@ -69,7 +69,7 @@ def _loaded(
     process: Callable[..., None], model: torch.nn.Module, *given: Any, **options: Any
 ) -> None:
     if any(kind.__module__ == _TRANSFORMERS for kind in type(model).__mro__):
-        layers: dict[int, torch.nn.Module] = model.attention_instances
+        layers = cast(dict[int, torch.nn.Module], model.attention_instances)
         for index, layer in layers.items():
             model.add_module(f"attention_{index}", layer)
     process(model, *given, **options)
