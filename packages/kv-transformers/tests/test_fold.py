@@ -126,7 +126,9 @@ def test_projections_are_really_smaller(make) -> None:
     fold.restore()  # a second restore is harmless
 
 
-@pytest.mark.parametrize("basis", [FULL, RAGGED, Turned("43", "5", paired=True)], ids=str)
+@pytest.mark.parametrize(
+    "basis", [FULL, RAGGED, Turned("43", "5", paired=True), Turned("4", "5")], ids=str
+)
 def test_without_rotary_embedding_queries_and_keys_are_folded_too(basis: Turned) -> None:
     model = opt()
     ids = torch.randint(3, 101, (2, 19))

@@ -181,10 +181,23 @@ class Bases:
         """The maps of a decode step on an engine's rows by layer, if heads are stored singly."""
         return tuple(row_maps(self.layer(i)) for i in range(len(self.key_maps)))
 
-    def unpadded(self, layer: int, x: Float[Tensor, "n heads Dv"]) -> Float[Tensor, "n heads _"]:
-        """Return the dimensions of values, or of outputs, that are kept if no product is due."""
-        kept = self.stored.value_dim
-        return x if self.value_maps[layer] is not None or x.shape[2] == kept else x[..., :kept]
+    def unpadded(
+        self,
+        layer: int,
+        query: Float[Tensor, "m Q D"],
+        key: Float[Tensor, "m H D"],
+        value: Float[Tensor, "m H Dv"],
+        output: Float[Tensor, "m Q Dv"],
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return of each the dimensions that are stored, where no product is due.
+
+        Coordinates of a folded model, and values that are truncated, are as long as its vectors.
+        """
+        if self.key_maps[layer] is None:
+            query, key = (_first(x, self.stored.key_dim) for x in (query, key))
+        if self.value_maps[layer] is None:
+            value, output = (_first(x, self.stored.value_dim) for x in (value, output))
+        return query, key, value, output
 
 
 def row_maps(basis: LayerBasis) -> RowMaps | None:
@@ -250,6 +263,10 @@ def widened(basis: HeadBasis, width: int) -> HeadBasis:
     """Return the projection with `width` columns, padded with zeros."""
     dual = None if basis.dual is None else _to_width(basis.dual, width)
     return replace(basis, matrix=_to_width(basis.matrix, width), dual=dual)
+
+
+def _first(x: Tensor, width: int) -> Tensor:
+    return x if x.shape[-1] == width else x[..., :width]
 
 
 def _to_width(x: Tensor, width: int) -> Tensor:

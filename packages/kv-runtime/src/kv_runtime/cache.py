@@ -378,7 +378,7 @@ class PolicyCache:
         if self.bases is not None:
             checks.check_shift(self.policy, self.bases.key_maps[layer], softcap, sinks)
             maps = self.bases.row_maps[layer]
-            value, into = (self.bases.unpadded(layer, x) for x in (value, output))
+            query, key, value, into = self.bases.unpadded(layer, query, key, value, output)
         lead = len(position), key.shape[1], 1
         keys, values = key.new_empty(*lead, shape.key_dim), value.new_empty(*lead, shape.value_dim)
         vectors, (pages, groups) = (query, key, value, into, first, position), self._views[layer]
