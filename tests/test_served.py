@@ -61,7 +61,8 @@ def test_the_versions_that_are_tested_are_served_and_newest_first() -> None:
     newest, *others = (f"{major}.{minor}" for major, minor in minors)
     page = (ROOT / "docs" / "serving.md").read_text()
     assert f"Every change is tested in vLLM {newest} for CPUs" in page
-    assert f"The nightly workflow runs the same tests in {' and '.join(others)} too" in page
+    listed = f"{', '.join(others[:-1])} and {others[-1]}"
+    assert f"The nightly workflow runs the same tests in {listed} too" in page
 
 
 def test_all_versions_are_tested_at_night() -> None:
