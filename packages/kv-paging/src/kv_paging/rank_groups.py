@@ -79,7 +79,8 @@ class RankGroups:
         """
         if len(self._order) != self.kind.numel() * self.sequences:  # sequences came or went
             self._order = torch.cat([self.rows(i) for i in range(self.count)])
-        return x.index_select(dim, self._order).split([n * self.sequences for n in self.cells], dim)
+        ordered = x.index_select(dim, self._order)
+        return torch.split(ordered, [n * self.sequences for n in self.cells], dim)
 
     def split(
         self, table_rows: Int[Tensor, " S"]
