@@ -21,6 +21,7 @@ T = TypeVar("T")
 CONSOLE: Final = Console(stderr=True)
 QUIET: Final = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
 STEPPED: Final = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # the engine is in the process that asks
+THREADS: Final = {"OMP_NUM_THREADS": "2"}  # of all engines that are timed, whatever is set outside
 
 Row = dict[str, object]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from _vllm_engine import Room, capacity, ran
 from _vllm_load import Load, raw_token_bytes
-from _vllm_process import Row, Rows, apart
+from _vllm_process import STEPPED, THREADS, Row, Rows, apart
 from _vllm_ways import BF16, FP8, arguments, figure, with_basis
 
 POLICIES = (
@@ -66,9 +66,8 @@ def measure(
                 "kv_bytes": room.kv_bytes,
                 "chunk": chunk,
             }
-            rows.measured(
-                key, lambda way=way, room=room, load=load: apart(ran, way, room, load.asks())
-            )
+            timed = partial(apart, ran, way, room, load.asks(), environment=STEPPED | THREADS)
+            rows.measured(key, timed)
     return rows
 
 

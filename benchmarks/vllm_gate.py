@@ -14,7 +14,7 @@ from typing import Final
 from _arguments import count
 from _vllm_engine import Room, capacity, ran
 from _vllm_load import Load, raw_token_bytes
-from _vllm_process import Row, Rows, alternating, apart
+from _vllm_process import STEPPED, THREADS, Row, Rows, alternating, apart
 from _vllm_served import over_bf16, rates
 from _vllm_ways import BF16, FP8, arguments, figure
 
@@ -42,7 +42,8 @@ def measure(policies: list[str], rounds: int, *, quick: bool, minutes: float | N
         rows.measured(key, partial(apart, capacity, way, room))
     for i, way in alternating(ways, rounds):
         key = {"kind": "served", "way": figure(way), "round": i, "requests": load.requests}
-        rows.measured(key, partial(apart, ran, way, room, load.asks()))
+        timed = partial(apart, ran, way, room, load.asks(), environment=STEPPED | THREADS)
+        rows.measured(key, timed)
     return rows
 
 

@@ -14,7 +14,7 @@ from _arguments import count
 from _vllm_engine import ran
 from _vllm_load import Load
 from _vllm_parts import parts
-from _vllm_process import Rows, alternating, apart
+from _vllm_process import STEPPED, THREADS, Rows, alternating, apart
 from _vllm_served import HELD, over_bf16, room_of
 from _vllm_ways import BF16, FP8, arguments, figure, with_basis
 
@@ -46,7 +46,8 @@ def measure(
         about = {"load": load.name, "requests": load.requests, "kv_bytes": room.kv_bytes}
         for i, way in alternating(ways, times):
             key = {"kind": kind, "way": figure(way), "round": i, **about}
-            rows.measured(key, partial(apart, work, way, room, load.asks()))
+            timed = partial(apart, work, way, room, load.asks(), environment=STEPPED | THREADS)
+            rows.measured(key, timed)
     return rows
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from _arguments import count
 from _vllm_engine import ran
 from _vllm_load import Load
-from _vllm_process import Row, Rows, alternating, apart
+from _vllm_process import STEPPED, THREADS, Row, Rows, alternating, apart
 from _vllm_served import best, headline, losing, over_bf16, room_of
 from _vllm_ways import BF16, FP8, arguments, figure, with_basis
 
@@ -61,7 +61,8 @@ def measure(
     }
     for i, way in alternating(ways, rounds):
         key = {"kind": "served", "way": figure(way), "round": i, **about}
-        rows.measured(key, partial(apart, ran, way, room, load.asks()))
+        timed = partial(apart, ran, way, room, load.asks(), environment=STEPPED | THREADS)
+        rows.measured(key, timed)
     return rows
 
 

@@ -19,14 +19,15 @@ from statistics import quantiles
 from _arguments import count
 from _vllm_engine import Room
 from _vllm_load import raw_token_bytes, text_ids
-from _vllm_process import Row, Rows, alternating, apart
+from _vllm_process import THREADS, Row, Rows, alternating, apart
 from _vllm_trace import Answered, Arrival, Scale, asks_of, at_rate, read_trace, replayed
 from _vllm_ways import BF16, FP8, arguments, figure, with_basis
 
 POLICIES = ("kv-compress:rate=4+k8v4", "k8v4")
 HELD = 6144  # tokens of stock in the same bytes: three or four requests
 LOAD = 0.9  # of what stock can answer
-SERVER = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # as users run it: the engine beside the server
+# As users run it: the engine beside the server.
+SERVER = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", **THREADS}
 FIGURES = ("ttft_p99", "tbt_p99", "goodput")
 
 
