@@ -22,7 +22,7 @@ from typing import Final
 from _arguments import count
 from _vllm_engine import Room
 from _vllm_load import raw_token_bytes, text_ids
-from _vllm_process import Row, Rows, apart
+from _vllm_process import STEPPED, THREADS, Row, Rows, apart
 from _vllm_ways import figure, options
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
@@ -35,11 +35,7 @@ POLICIES: Final = (
     "gate:file=smollm2-135m,keep=25%,recent=64+k8v4",
     "k8v4:window=64",
 )
-TWO_THREADS: Final = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "OMP_NUM_THREADS": "2",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-}
+TWO_THREADS: Final = STEPPED | THREADS | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 QUESTION, ANSWER, SHARERS = 48, 24, 16
 TURNS_OF_CHAT, TURN, REPLY = 10, 200, 50
 

@@ -75,6 +75,27 @@ def test_the_memory_of_what_a_layer_was_given_may_be_used_again_at_once(name: st
         assert torch.equal(here, there)
 
 
+def watched(cache: PolicyCache, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Return what each call of the cache's `attend_rows` will have returned."""
+    done: list[bool] = []
+    in_rows = cache.attend_rows
+    monkeypatch.setattr(
+        cache, "attend_rows", lambda *given: done.append(in_rows(*given)) or done[-1]
+    )
+    return done
+
+
+def expect_in_rows(
+    policy: KVPolicy, ours: PolicyCache, other: PolicyCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Assert that one cache decodes in rows, and that both give the same answers."""
+    done = watched(ours, monkeypatch)
+    found, wanted = (answers(policy, used_again=True, cache=each) for each in (ours, other))
+    for here, there in zip(found, wanted, strict=True):
+        torch.testing.assert_close(here, there, rtol=1e-4, atol=1e-5)
+    assert done == [True] * 6 * SHAPE.layers
+
+
 IN_ROWS = (
     Turned("4", "3"),
     Turned("6", "5", paired=True),
@@ -98,16 +119,7 @@ def test_coordinates_are_decoded_in_rows_as_otherwise(basis, more: str, monkeypa
     ours, other = (PolicyCache(policy, SHAPE, backend="cpu") for _ in range(2))
     assert ours._decode_rows is not None
     other._decode_rows = None
-    done: list[bool] = []
-    in_rows = ours.attend_rows
-    monkeypatch.setattr(
-        ours, "attend_rows", lambda *given: done.append(in_rows(*given)) or done[-1]
-    )
-    found = answers(policy, used_again=True, cache=ours)
-    wanted = answers(policy, used_again=True, cache=other)
-    for here, there in zip(found, wanted, strict=True):
-        torch.testing.assert_close(here, there, rtol=1e-4, atol=1e-5)
-    assert done == [True] * 6 * SHAPE.layers
+    expect_in_rows(policy, ours, other, monkeypatch)
     pairs = zip(*map(tensors, (ours, other)), strict=True)
     if isinstance(basis, Swapped):
         assert all(torch.equal(a, b) for a, b in pairs)
@@ -123,11 +135,7 @@ def test_queries_by_head_are_decoded_as_those_in_rows(basis, monkeypatch) -> Non
     need("cpu")
     policy = parse("raw") if basis is None else compose(basis, parse("raw"))
     ours, other = (PolicyCache(policy, SHAPE, backend="cpu") for _ in range(2))
-    done: list[bool] = []
-    in_rows = ours.attend_rows
-    monkeypatch.setattr(
-        ours, "attend_rows", lambda *given: done.append(in_rows(*given)) or done[-1]
-    )
+    done = watched(ours, monkeypatch)
     g = torch.Generator().manual_seed(5)
     for tokens in (7, 1, 1, 1):
         valid = torch.ones(2, tokens, dtype=torch.bool)
@@ -183,11 +191,7 @@ def test_vectors_of_a_folded_model_are_decoded_in_rows(folded, ranks, cut, monke
         )
         for name in ("cpu", "torch")
     ]
-    done: list[bool] = []
-    in_rows = caches[0].attend_rows
-    monkeypatch.setattr(
-        caches[0], "attend_rows", lambda *given: done.append(in_rows(*given)) or done[-1]
-    )
+    done = watched(caches[0], monkeypatch)
     key_dim = 4 if "keys" in folded and cut else SHAPE.key_dim
     value_dim = 3 if "values" in folded else SHAPE.value_dim
     g = torch.Generator().manual_seed(6)
@@ -226,16 +230,7 @@ def test_a_window_in_pages_is_decoded_in_rows_by_heads_of_other_ranks(window, mo
         )
         for name in ("cpu", "torch")
     )
-    done: list[bool] = []
-    in_rows = ours.attend_rows
-    monkeypatch.setattr(
-        ours, "attend_rows", lambda *given: done.append(in_rows(*given)) or done[-1]
-    )
-    found = answers(policy, used_again=True, cache=ours)
-    wanted = answers(policy, used_again=True, cache=other)
-    for here, there in zip(found, wanted, strict=True):
-        torch.testing.assert_close(here, there, rtol=1e-4, atol=1e-5)
-    assert done == [True] * 6 * SHAPE.layers
+    expect_in_rows(policy, ours, other, monkeypatch)
 
 
 @settings(deadline=None, max_examples=40)
