@@ -4,10 +4,9 @@
 SmolLM2-135M, requests of one long prompt each, two threads, eager engines. Each way has an engine
 in a process of its own; all take turns of a few steps, every second round backwards, and the first
 steps of a turn do not count. Ratios are of the medians of all steps: the time under `k8v4` over
-that of the same format when a share of the pages is read, so more than 1 is faster. Prompts longer
-than the model's 8,192 tokens go on with its rotary embedding; what is answered there does not
-matter, as no figure is of answers. `attention` is the share of a step in which layers attend,
-select pages and store, with the metadata of the step.
+that of the same format when a share of the pages is read, so more than 1 is faster. Answers go on
+past the model's 8,192 tokens with its rotary embedding, as no figure is of answers. `attention` is
+the share of a step in which layers attend, select pages and store, with the metadata of the step.
 """
 
 import argparse
@@ -46,11 +45,11 @@ class Size:
 
     @property
     def name(self) -> str:
-        """Give a name for figures: 4 requests of 16,384 tokens are `4x16k`."""
+        """Give a name for figures: 4 requests of 8,192 tokens are `4x8k`."""
         return f"{self.batch}x{round(self.tokens / 1024)}k"
 
 
-SIZES: Final = (Size(1, 8192), Size(4, 8192), Size(4, 16384))
+SIZES: Final = (Size(1, 8192), Size(4, 8192))
 QUICK: Final = (Size(2, 256),)
 
 
