@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kv_attention import Attended, DecodeRows, RowInputs
 from kv_paging import PagePool
 from kv_policy import Budget, CompositionError, PageReading, compose, parse
 from kv_runtime.cache import PolicyCache
@@ -124,16 +125,29 @@ def test_what_continues_a_sequence_has_its_bounds(watched) -> None:
     assert cache._pool.shares
 
 
-def test_native_code_reads_the_bounds_in_pages(watched) -> None:
+@pytest.mark.parametrize("policy", [Reads(8), compose(ByKey(budget=Budget(20)), Reads(8, 1))])
+def test_native_steps_read_some_pages_in_one_call_of_a_layer(policy, watched) -> None:
+    """With bounds in pages; as torch does."""
     need("cpu")
     watched.poison = False
-    found = []
+    found, read = [], []
     for backend in ("torch", "cpu"):
         torch.manual_seed(3)
-        cache = over_pool(Reads(8), backend=backend)
+        cache = over_pool(policy, backend=backend)
+        rows = cache._decode_rows
+
+        def noted(inputs: RowInputs, rows: DecodeRows | None = rows) -> Attended | None:
+            read.append(int(inputs.pages[0].length.max()))
+            return rows(inputs)
+
+        cache._decode_rows = noted if rows else None
         found.append(steps(cache, (ragged(31, 18), *[one()] * 9)))
     for mine, other in zip(*found, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+    assert len(read) == 9 * SHAPE.layers
+    whole = policy.reading.whole_layers
+    for layer in range(SHAPE.layers):
+        assert (max(read[layer :: SHAPE.layers]) <= 8) == (layer >= whole)
 
 
 @settings(max_examples=15)

@@ -35,6 +35,8 @@ def bound_decoded(
     tokens, table = pages.layout.tokens, PageTable.over(pages)
     missing = (pages.length.flatten().long() // tokens - count).clamp(min=0)
     total = int(missing.sum())
+    if not total:
+        return
     row, column = spread(count, missing, total)
     size = max(1, READ // (tokens * pages.layout.format.key.dim))
     for rows, columns in zip(row.split(size), column.split(size), strict=True):

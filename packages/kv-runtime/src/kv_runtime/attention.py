@@ -1,11 +1,13 @@
 """A layer's attention over its stored tokens and the new tokens."""
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kv_attention import Attended, DenseTokens, attend, attend_ragged, select_pages
-from kv_policy import Observe, PageReading
+from kv_policy import Observe, PagedTokens, PageReading
 from kv_runtime.batch import Batch, Pass, grid
 
 
@@ -64,10 +66,9 @@ def attended(
             f"a policy with {reading} selects the pages that a query reads, but this model selects "
             "the tokens itself (sparse attention); omit the reading"
         )
-    if reading is not None and not now.is_prefill and layer >= reading.whole_layers:
-        bounds = batch.page_bounds(layer)
-        if bounds is not None:
-            pages[0] = select_pages(query.squeeze(3), pages[0], bounds, reading, backend)
+    if reading is not None and not now.is_prefill:
+        rows = query.squeeze(3).flatten(1, 2)
+        pages = pages_read(batch, layer, rows, pages, reading, backend)
     return attend(
         query,
         sees,
@@ -83,6 +84,33 @@ def attended(
         chosen,
         out,
     )
+
+
+def pages_read(
+    batch: Batch,
+    layer: int,
+    query: Float[Tensor, "B Q D"],
+    pages: Sequence[PagedTokens],
+    reading: PageReading | None,
+    backend: str,
+) -> list[PagedTokens]:
+    """Return a layer's pages as a decode pass reads them.
+
+    Args:
+        batch: the stored tokens, with bounds if there is a reading.
+        layer: the layer.
+        query: the queries of the pass, by query head, in the basis of the stored keys.
+        pages: all pages, in the order of `Batch.views`.
+        reading: the pages that decode steps read; None: all.
+        backend: selects them.
+    """
+    bounds = None
+    if reading is not None and layer >= reading.whole_layers:
+        bounds = batch.page_bounds(layer)
+    if reading is None or bounds is None:
+        return [*pages]
+    by_head = query.unflatten(1, (batch.shape.kv_heads, -1))
+    return [select_pages(by_head, pages[0], bounds, reading, backend), *pages[1:]]
 
 
 def _places(batch: Batch, layer: int) -> list[Int[Tensor, "B H _"]]:

@@ -24,7 +24,7 @@ from kv_policy import (
     complete,
 )
 from kv_runtime import checks
-from kv_runtime.attention import attended
+from kv_runtime.attention import attended, pages_read
 from kv_runtime.backends import AUTO, checked_backend
 from kv_runtime.bases import Bases, Folded, by_stored_head
 from kv_runtime.batch import Batch, LayerRows, rolls_back
@@ -381,9 +381,10 @@ class PolicyCache:
             query, key, value, into = self.bases.unpadded(layer, query, key, value, output)
         lead = len(position), key.shape[1], 1
         keys, values = key.new_empty(*lead, shape.key_dim), value.new_empty(*lead, shape.value_dim)
-        vectors, (pages, groups) = (query, key, value, into, first, position), self._views[layer]
+        (pages, groups), mine = self._views[layer], query[first : first + len(position)]
+        pages = pages_read(batch, layer, mine, pages, self.policy.reading, self.backend)
         inputs = RowInputs(
-            *(*vectors, pages, scale, softcap, sinks),
+            *(query, key, value, into, first, position, pages, scale, softcap, sinks),
             copies=(keys, values),
             observations=(self.observe,),
             running=running,

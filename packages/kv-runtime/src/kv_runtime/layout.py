@@ -93,13 +93,13 @@ class Layout:
     def attends_rows(self, policy: KVPolicy, shape: CacheShape, bases: Bases | None) -> bool:
         """Whether a backend may decode on an engine's rows, whose heads are those that are stored.
 
-        A selector that scores tokens once reads vectors that are not projected, and a step that
-        reads some pages selects them first.
+        A selector that scores tokens once reads vectors that are not projected, and pages are
+        selected by queries that are.
         """
-        if policy.reading is not None:
-            return False
         if bases is None:
             return not shape.value_in_key
+        if policy.reading is not None:
+            return False
         once = policy.selector is not None and complete(policy.selector).scores_once
         return self.shape.kv_heads == shape.kv_heads and not once
 
