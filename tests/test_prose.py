@@ -27,6 +27,7 @@ NUMBER = re.compile(r"(?<![\w.,-])(\d[\d,]*(?:\.\d+)?)(?: (%))?(?![\w%]|\.\d)")
 STATED = {
     "gate": {"95 %": "what intervals are of"},
     "levels": {"95 %": "what intervals are of"},
+    "levels_fitted": {"95 %": "what intervals are of"},
     "recommend": {"95 %": "what intervals are of"},
     "rotation": {"95 %": "what intervals are of"},
     "ruler": {"95 %": "what intervals are of"},

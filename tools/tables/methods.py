@@ -238,6 +238,7 @@ def rotation(result: Row, said: Said) -> Iterator[str]:
 WRITERS: Final = {
     "methods": methods,
     "levels": levels,
+    "levels_fitted": levels,
     "recommend": recommend,
     "ruler": ruler,
     "rotation": rotation,

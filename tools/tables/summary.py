@@ -97,7 +97,7 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "Quality": (
         *("peers", "foundation", "gate", "kv_compress_quality", "leankv_quality"),
-        *("methods", "levels"),
+        *("methods", "levels", "levels_fitted"),
         *("zack_quality", "rotation", "rotation_errors", "hybrid_quality", "method_figures", "kld"),
         *("documents_joined", "ruler", "recommend"),
     ),
