@@ -31,11 +31,9 @@ class Room:
     together: int = 256  # requests that run at once
     compiled: bool = False  # as vLLM does it by itself; starting takes a minute longer
     model: str | None = None  # a folder; None: that of SmolLM2
-    positions: int | None = None  # of the rotary embedding; None: those that the model declares
 
     def arguments(self, way: str) -> dict[str, Any]:
         """Arguments of an engine; no prefix is shared, so that every request costs its own."""
-        more = {"max_position_embeddings": self.positions}
         return {
             "model": self.model or str(model_folder()),
             "kv_cache_memory_bytes": self.kv_bytes,
@@ -44,7 +42,6 @@ class Room:
             "max_num_seqs": self.together,
             "enable_prefix_caching": False,
             "enforce_eager": not self.compiled,
-            **({} if self.positions is None else {"hf_overrides": more}),
             **options(way),
         }
 

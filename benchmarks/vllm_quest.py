@@ -4,15 +4,14 @@
 SmolLM2-135M, requests of one long prompt each, two threads, eager engines. Each way has an engine
 in a process of its own; all take turns of a few steps, every second round backwards, and the first
 steps of a turn do not count. Ratios are of the medians of all steps: the time under `k8v4` over
-that of the same format when a share of the pages is read, so more than 1 is faster. Answers go on
-past the model's 8,192 tokens with its rotary embedding, as no figure is of answers. `attention` is
+that of the same format when a share of the pages is read, so more than 1 is faster. `attention` is
 the share of a step in which layers attend, select pages and store, with the metadata of the step.
 """
 
 import argparse
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain
 from statistics import median
 from typing import Final
 
@@ -45,20 +44,19 @@ class Size:
 
     @property
     def name(self) -> str:
-        """Give a name for figures: 4 requests of 8,192 tokens are `4x8k`."""
-        return f"{self.batch}x{round(self.tokens / 1024)}k"
+        """Give a name for figures, such as `4x7680`."""
+        return f"{self.batch}x{self.tokens}"
 
 
-SIZES: Final = (Size(1, 8192), Size(4, 8192))
+SIZES: Final = (Size(1, 7680), Size(4, 7680))
 QUICK: Final = (Size(2, 256),)
 
 
 def prompts(size: Size) -> list[list[int]]:
-    """Read prompts that begin at different places of a text, which is repeated."""
-    text = text_ids()
-    long = [*text, *islice(chain.from_iterable(iter(lambda: text, None)), size.tokens)]
-    begins = (997 * i % len(text) for i in range(size.batch))
-    return [long[begin : begin + size.tokens] for begin in begins]
+    """Read prompts that begin at different places of a text."""
+    ids = text_ids()
+    begins = (997 * i % (len(ids) - size.tokens) for i in range(size.batch))
+    return [ids[begin : begin + size.tokens] for begin in begins]
 
 
 def measure(size: Size, rounds: int) -> list[Row]:
@@ -66,7 +64,7 @@ def measure(size: Size, rounds: int) -> list[Row]:
     longest = size.tokens + rounds * TURN + WATCHED + 8 + size.batch
     kv_bytes = (size.batch * longest + 1024) * raw_token_bytes()
     # A step reads a whole prompt, and decodes for the requests before it.
-    room = Room(kv_bytes, longest, longest + 64, size.batch, positions=longest)
+    room = Room(kv_bytes, longest, longest + 64, size.batch)
     rows: list[Row] = []
     with ExitStack() as held:
         engines = {way: Engine.start(way, room, 2, held) for way in WAYS.values()}
@@ -81,8 +79,6 @@ def measure(size: Size, rounds: int) -> list[Row]:
             seconds = [*chain(*took[way])]
             rows.append(
                 {
-                    "kind": "step",
-                    "mode": "eager",
                     "way": way,
                     "batch": size.batch,
                     "tokens": size.tokens,

@@ -68,7 +68,7 @@ def attended(
         )
     if reading is not None and not now.is_prefill:
         rows = query.squeeze(3).flatten(1, 2)
-        pages = pages_read(batch, layer, rows, pages, reading, backend)
+        pages = pages_read(batch, layer, rows, 0, pages, reading, backend)
     return attend(
         query,
         sees,
@@ -89,7 +89,8 @@ def attended(
 def pages_read(
     batch: Batch,
     layer: int,
-    query: Float[Tensor, "B Q D"],
+    query: Float[Tensor, "m Q D"],
+    first: int,
     pages: Sequence[PagedTokens],
     reading: PageReading | None,
     backend: str,
@@ -99,7 +100,8 @@ def pages_read(
     Args:
         batch: the stored tokens, with bounds if there is a reading.
         layer: the layer.
-        query: the queries of the pass, by query head, in the basis of the stored keys.
+        query: queries by token and query head, in the basis of the stored keys.
+        first: the row of the first sequence; those of the others follow.
         pages: all pages, in the order of `Batch.views`.
         reading: the pages that decode steps read; None: all.
         backend: selects them.
@@ -109,7 +111,8 @@ def pages_read(
         bounds = batch.page_bounds(layer)
     if reading is None or bounds is None:
         return [*pages]
-    by_head = query.unflatten(1, (batch.shape.kv_heads, -1))
+    rows = query[first : first + len(batch.seen)]
+    by_head = rows.unflatten(1, (batch.shape.kv_heads, -1))
     return [select_pages(by_head, pages[0], bounds, reading, backend), *pages[1:]]
 
 

@@ -381,8 +381,8 @@ class PolicyCache:
             query, key, value, into = self.bases.unpadded(layer, query, key, value, output)
         lead = len(position), key.shape[1], 1
         keys, values = key.new_empty(*lead, shape.key_dim), value.new_empty(*lead, shape.value_dim)
-        (pages, groups), mine = self._views[layer], query[first : first + len(position)]
-        pages = pages_read(batch, layer, mine, pages, self.policy.reading, self.backend)
+        pages, groups = self._views[layer]
+        pages = pages_read(batch, layer, query, first, pages, self.policy.reading, self.backend)
         inputs = RowInputs(
             *(query, key, value, into, first, position, pages, scale, softcap, sinks),
             copies=(keys, values),
