@@ -18,12 +18,14 @@ from _heads import head_scores
 
 from kv_eval.calibrate.random_tokens import RandomTokens
 from kv_eval.evaluate.plan import Plan
+from kv_eval.tasks import Setting
 from kv_policy import parse
 from kv_transformers.from_text import FULL
 from kv_transformers.models import LoadedModel, load_model
 
 TOGETHER: Final = 32  # caches of a prompt that are held at once
 LENGTH: Final = 2000
+SETTINGS: Final[tuple[Setting, ...]] = ("agnostic", "aware")
 Row = dict[str, object]
 
 
@@ -59,11 +61,10 @@ def specs(size: Size, policies: Mapping[str, str], file: Path) -> dict[str, str]
     return found
 
 
-def plans(size: Size, policies: Sequence[str]) -> dict[str, Plan]:
+def plans(size: Size, policies: Sequence[str], settings: Sequence[Setting]) -> dict[str, Plan]:
     """The plan of each part."""
     named = (FULL, *policies)
-    settings = ("agnostic", "aware")
-    needle = Plan(named, ("needle",), settings, size.length, samples=size.samples, seed=4242)
+    needle = Plan(named, ("needle",), tuple(settings), size.length, samples=size.samples, seed=4242)
     nats = Plan(
         named,
         ("nll",),
@@ -101,6 +102,7 @@ def run(
     policies: Mapping[str, str],
     quick: Sequence[str],
     calibrate: Callable[[LoadedModel, Path, Size], None] = scores_of_heads,
+    settings: Sequence[Setting] = SETTINGS,
 ) -> None:
     """Run all cells of the policies and write the result; an interrupted run is resumed.
 
@@ -110,6 +112,7 @@ def run(
         policies: each policy under its name; FILE stands for a file of the model's.
         quick: the names of those that a smoke run takes.
         calibrate: writes that file.
+        settings: of the needle's question.
     """
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--quick", action="store_true", help="a smoke run that writes nothing")
@@ -124,7 +127,7 @@ def run(
     if any("FILE" in each for each in policies.values()) and (given.quick or not file.exists()):
         calibrate(loaded, file, size)
     names, rows, journals = specs(size, policies, file), [], []
-    for part, plan in plans(size, list(names.values())).items():
+    for part, plan in plans(size, list(names.values()), settings).items():
         journal = evaluated(loaded, plan, f"{name}.{part}{end}", together=TOGETHER)
         found = cells(loaded, plan, journal, {spec: name for name, spec in names.items()})
         rows += [row | {"policy": str(row["policy"]).replace(str(file), "F")} for row in found]

@@ -16,6 +16,8 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 constexpr int64_t kWorth = 1 << 16;  // numbers of bounds that justify another thread
+constexpr int kPart = 64;  // bounds of so many pages are read while those of as many are prefetched
+constexpr double kNear = 1e-6;  // of a page, as in Python: a share that is whole, but for rounding
 constexpr int kAhead = 4;  // products may prefetch a part of the lines that are given
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
@@ -47,8 +49,8 @@ float largest(const float* x, int64_t count) {
 class Selection {
  public:
   Selection(const Tensor& q, const Tensor& both, const Tensor& count, const Tensor& table,
-            const Tensor& length, const Tensor& limit, int64_t tokens, int64_t first, int64_t last,
-            bool reverse, const Name& isa)
+            const Tensor& length, double share, int64_t most, int64_t tokens, int64_t first,
+            int64_t last, bool reverse, const Name& isa)
       : kernels_(kernels_of(isa)), reverse_(reverse) {
     q_ = view(q, {"q"}, kFloats, {kAny, kAny, kAny, kAny}, Lay::kRows);
     sequences_ = q_.size(0), heads_ = q_.size(1);
@@ -62,10 +64,12 @@ class Selection {
     auto numbers = [&](const Tensor& x, const char* name) {
       return integers_of(view(x, {name}, kIntegers, {sequences_, heads_}, Lay::kContiguous));
     };
-    const Integers counts = numbers(count, "count"), limits = numbers(limit, "limit");
+    const Integers counts = numbers(count, "count");
     length_ = numbers(length, "length");
     tokens_ = within({"tokens of a page"}, tokens, 1, kMost);
     within({"first"}, first, 0, kMost), within({"last"}, last, 0, kMost);
+    within({"most"}, most, 0, kMost);
+    if (!(share >= 0 && share <= 100)) refuse("share is ", share, "; it must be 0 to 100");
     begin_ = (first + tokens_ - 1) / tokens_;
     const int64_t width = table_.size(2), bounded = in_pages_ ? width : both_.size(2);
     for (int64_t row = 0; row < sequences_ * heads_; ++row) {
@@ -76,12 +80,19 @@ class Selection {
       const int64_t end = std::max<int64_t>(there - last, 0) / tokens_;  // the newest from there on
       ends_.push_back(std::min(end, held.bounded));
       const int64_t always = std::min(begin_, ends_[row]) + held.full - ends_[row];
-      const int64_t wanted = within({"a limit"}, limits[row], 0, kMost) - held.partial;
+      const int64_t wanted = limit(held.full + held.partial, share, most) - held.partial;
       held.some = std::min(std::max(wanted, always), held.full);
       most_ = std::max(most_, held.some), all_ &= held.some == held.full;
       held_.push_back(held);
     }
     if (in_pages_ && !all_) check_pages();
+  }
+
+  // How many of some pages are read: at most so many, and a percentage, rounded up; 0 for none.
+  static int64_t limit(int64_t pages, double share, int64_t most) {
+    const int64_t some = std::min(pages, most);
+    if (!share) return some;
+    return std::min(some, int64_t(std::ceil(double(pages) * share / 100 - kNear)));
   }
 
   // The table [B, H, T] and the lengths [B, H] of the pages that are read; nothing: all are.
@@ -205,22 +216,22 @@ class Selection {
     const bool in_strips = kernels_->strips && kernels_->strips(format);
     float* logits = scratch.logits[0].numbers;
     if (kernels_->begin) kernels_->begin();
-    const uint8_t* address[2][kBlock];
+    const uint8_t* address[2][kPart];
     auto locate = [&](int64_t first, int some, const uint8_t** to) {
       for (int i = 0; i < padded(some); ++i) {
         const int64_t column = first + std::min(i, some - 1);
         to[i] = from + (in_pages_ ? table[entry(row, column)] : column) * step;
       }
     };
-    locate(0, int(std::min<int64_t>(kBlock, count)), address[0]);
-    for (int64_t first = 0, turn = 0; first < count; first += kBlock, turn ^= 1) {
-      const int some = int(std::min<int64_t>(kBlock, count - first));
+    locate(0, int(std::min<int64_t>(kPart, count)), address[0]);
+    for (int64_t first = 0, turn = 0; first < count; first += kPart, turn ^= 1) {
+      const int some = int(std::min<int64_t>(kPart, count - first));
       const uint8_t *const *here = address[turn], **later = address[turn ^ 1];
       Strips strips;  // scattered pages have none
       for (int i = 0, n = 0; i < some; i += kLanes, ++n)
         strips.head[n] = in_pages_ ? 0 : std::min(kLanes, some - i), strips.data[n][0] = here[i];
       const Rows rows{some, here, here, in_strips ? &strips : nullptr, step};
-      const int next = int(std::min<int64_t>(kBlock, count - first - some));
+      const int next = int(std::min<int64_t>(kPart, count - first - some));
       if (next) locate(first + some, next, later);
       const Span span{from + (first + some) * step, from + (first + some + next) * step};
       Ahead ahead;
@@ -254,9 +265,10 @@ class Selection {
 };
 
 std::vector<Tensor> page_select(Tensor q, Tensor both, Tensor count, Tensor table, Tensor length,
-                                Tensor limit, int64_t tokens, int64_t first, int64_t last,
-                                bool reverse, Name isa) {
-  return Selection(q, both, count, table, length, limit, tokens, first, last, reverse, isa).run(q);
+                                double share, int64_t most, int64_t tokens, int64_t first,
+                                int64_t last, bool reverse, Name isa) {
+  return Selection(q, both, count, table, length, share, most, tokens, first, last, reverse, isa)
+      .run(q);
 }
 
 }  // namespace
@@ -265,7 +277,7 @@ std::vector<Tensor> page_select(Tensor q, Tensor both, Tensor count, Tensor tabl
 STABLE_TORCH_LIBRARY_FRAGMENT(kv_cpu, m) {
   m.def(
       "page_select(Tensor q, Tensor both, Tensor count, Tensor table, Tensor length, "
-      "Tensor limit, int tokens, int first, int last, bool reverse, str isa) -> Tensor[]");
+      "float share, int most, int tokens, int first, int last, bool reverse, str isa) -> Tensor[]");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(kv_cpu, CPU, m) { m.impl("page_select", KV_BOX(&kv::page_select)); }

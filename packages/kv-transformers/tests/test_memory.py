@@ -5,6 +5,8 @@ import torch
 
 from kv_transformers import CompressedCache
 from kv_transformers.cache_argument import passing
+from kv_transformers.from_text import held as size_of
+from kv_transformers.from_text import make_cache
 
 POLICIES = [
     "raw",
@@ -136,3 +138,20 @@ def test_a_cache_and_its_report_say_what_they_hold(make, batch) -> None:
     html = report._repr_html_()
     assert html.count("<tr>") == 1 + len(rows)
     assert f"<td>{report.total_bytes:,}</td>" in html
+
+
+@torch.no_grad()
+def test_bounds_that_the_first_step_computes_are_counted_before_it(make) -> None:
+    model = make()
+    cache = make_cache(model, "k8v4+quest:budget=50%")
+    model(torch.randint(3, 101, (1, 96)), **passing(model, cache))
+    shape, report = cache.runtime.shape, cache.memory()
+    before, rows = size_of(cache).kv_bytes, shape.layers * shape.kv_heads
+    bounds = rows * 6 * 4 * shape.key_dim  # of 6 pages of 16 tokens, 4 bytes per channel
+    assert before - report.total_bytes == bounds - report.bound_bytes > 0
+    model(torch.full((1, 1), 9), **passing(model, cache))
+    assert cache.memory().bound_bytes >= bounds
+    assert size_of(cache).kv_bytes == cache.memory().total_bytes
+    plain = make_cache(model, "k8v4")
+    model(torch.randint(3, 101, (1, 96)), **passing(model, plain))
+    assert size_of(plain).kv_bytes == plain.memory().total_bytes

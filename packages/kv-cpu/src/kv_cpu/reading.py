@@ -30,14 +30,14 @@ def select_pages(
     if declined(q, bounds) is not None:
         return None
     tokens, length = pages.layout.tokens, pages.length.contiguous()
-    limit = reading.pages((length.long() + (tokens - 1)) // tokens, tokens)
     found = torch.ops.kv_cpu.page_select(
         q,
         bounds.both,
         bounds.count.contiguous(),
         pages.table.contiguous(),
         length,
-        limit,
+        reading.share or 0.0,
+        reading.most_pages(tokens),
         tokens,
         reading.first,
         reading.last,

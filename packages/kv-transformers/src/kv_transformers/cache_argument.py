@@ -1,5 +1,6 @@
 """The keyword argument for a cache, whose name depends on the version of transformers."""
 
+from functools import cache as cached
 from importlib.metadata import version
 from inspect import signature
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -18,7 +19,12 @@ def passing(model: "nn.Module", cache: T) -> dict[str, T]:
     forwards any arguments, the installed transformers determines the name.
     """
     taken = signature(model.forward).parameters
+    return {next((name for name in _names() if name in taken), _names()[0]): cache}
+
+
+@cached
+def _names() -> tuple[str, str]:
+    """Return both names, the one of the installed transformers first; reading a version is slow."""
     major, minor, *_ = version("transformers").split(".")
-    names = ("cache", "past_key_values")
-    expected = names[0] if (int(major), int(minor)) >= RENAMED else names[1]
-    return {next((name for name in names if name in taken), expected): cache}
+    new, old = "cache", "past_key_values"
+    return (new, old) if (int(major), int(minor)) >= RENAMED else (old, new)

@@ -85,15 +85,23 @@ def caches_of(loaded: "LoadedModel", backend: str = AUTO) -> MakeCache:
 
 
 def held(cache: "Cache") -> CacheSize:
-    """Count the bytes of a cache made by `make_cache`."""
+    """Count the bytes of a cache made by `make_cache`.
+
+    Bounds of the keys in pages are computed in the first decode step; before it, those of the
+    pages in use are counted as if they were there.
+    """
+    from kv_paging import bound_bytes
     from kv_transformers.cache import CompressedCache
     from kv_transformers.layers import cache_bytes
 
     if isinstance(cache, CompressedCache):
-        report = cache.memory()
+        report, later = cache.memory(), 0
+        if cache.policy.reading is not None:
+            bounds = report.pages_used * bound_bytes(cache.runtime.layout.shape.key_dim)
+            later = max(0, bounds - report.bound_bytes)
         kept = report.tokens.transpose(0, 1).tolist()
         return CacheSize(
-            report.total_bytes,
+            report.total_bytes + later,
             report.full_bytes,
             tuple(tuple(map(tuple, layers)) for layers in kept),
         )
