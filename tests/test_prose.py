@@ -28,6 +28,7 @@ STATED = {
     "gate": {"95 %": "what intervals are of"},
     "levels": {"95 %": "what intervals are of"},
     "levels_fitted": {"95 %": "what intervals are of"},
+    "quest_quality": {"95 %": "what intervals are of"},
     "recommend": {"95 %": "what intervals are of"},
     "rotation": {"95 %": "what intervals are of"},
     "ruler": {"95 %": "what intervals are of"},

@@ -187,6 +187,17 @@ def levels(result: Row, said: Said) -> Iterator[str]:
     )
 
 
+def quest_quality(result: Row, said: Said) -> Iterator[str]:
+    """Yield what each policy holds, and its two cells with the question after the prompt."""
+    cells = result["rows"]
+    of_name = {cell["name"]: [c for c in cells if c["name"] == cell["name"]] for cell in cells}
+    asked = [each for each in LATER if each[1] == "agnostic"]
+    yield table(
+        ("policy", "bytes", *(title for *_, title in asked)),
+        (gate_line(mine[0]["policy"], asked, mine) for mine in of_name.values()),
+    )
+
+
 def recommend(result: Row, said: Said) -> Iterator[str]:
     """Yield the figures, and for each budget where the search ends and what is best."""
     yield markdown.figures(result, said)
@@ -239,6 +250,7 @@ WRITERS: Final = {
     "methods": methods,
     "levels": levels,
     "levels_fitted": levels,
+    "quest_quality": quest_quality,
     "recommend": recommend,
     "ruler": ruler,
     "rotation": rotation,

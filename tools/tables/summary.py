@@ -92,12 +92,12 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
     "Inside vLLM": (
         *("vllm_capacity", "vllm_throughput", "vllm_throughput_amx", "vllm_gate"),
         *("vllm_documents", "vllm_quality", "vllm_loaded", "vllm_nll", "vllm_trace"),
-        *("vllm_prefill", "vllm_steps", "vllm_parts", "vllm_models", "vllm_soak"),
-        "engine",
+        *("vllm_prefill", "vllm_steps", "vllm_parts", "vllm_quest", "vllm_models"),
+        *("vllm_soak", "engine"),
     ),
     "Quality": (
         *("peers", "foundation", "gate", "kv_compress_quality", "leankv_quality"),
-        *("methods", "levels", "levels_fitted"),
+        *("methods", "levels", "levels_fitted", "quest_quality"),
         *("zack_quality", "rotation", "rotation_errors", "hybrid_quality", "method_figures", "kld"),
         *("documents_joined", "ruler", "recommend"),
     ),

@@ -205,6 +205,21 @@ def vllm_steps(result: Row, said: Said) -> Iterator[str]:
     yield table(head, map(worked, result["rows"]))
 
 
+def vllm_quest(result: Row, said: Said) -> Iterator[str]:
+    """Yield the median of steps of each engine, and the share of attention in them."""
+    yield markdown.figures(result, said)
+    lines = (
+        (
+            f"{row['batch']} of {row['tokens']:,} tokens",
+            cache(row["way"]),
+            f"{1000 * row['median']:.1f}",
+            share(row["attention"], 1),
+        )
+        for row in result["rows"]
+    )
+    yield table(("requests", "cache", "ms", "layers and metadata"), lines)
+
+
 def vllm_soak(result: Row, said: Said) -> Iterator[str]:
     """Yield the outcome of the requests of each engine."""
     yield markdown.figures(result, said)
@@ -422,6 +437,7 @@ WRITERS: Final = {
     "vllm_parts": vllm_parts,
     "vllm_prefill": vllm_prefill,
     "vllm_quality": vllm_quality,
+    "vllm_quest": vllm_quest,
     "vllm_soak": vllm_soak,
     "vllm_steps": vllm_steps,
     "vllm_throughput": vllm_throughput,
