@@ -103,6 +103,13 @@ def test_the_summary_is_that_of_the_results_and_lists_every_page() -> None:
     assert len(summary.LINES) == 10
 
 
+def test_the_summary_names_the_policy_that_is_compared_with_the_fastest_peer() -> None:
+    (line,) = (line for line in summary.LINES if line.name == "cpu_peers")
+    rows = result(line.name)["rows"]
+    compared = [row for row in rows if row.get("figure") == line.figure and row["known"]]
+    assert min(compared, key=lambda row: row["cost"])["ours"].partition(" ")[2] == line.policy
+
+
 def test_the_navigation_has_every_page_in_the_same_order() -> None:
     text = re.sub(r"!!\S+", "", (ROOT / "mkdocs.yml").read_text())
     (found,) = (each["Benchmarks"] for each in yaml.safe_load(text)["nav"] if "Benchmarks" in each)

@@ -84,7 +84,7 @@ LINES: Final = (
         *("the document not read before", None, ".3f"),
     ),
     Line(
-        *("speed of decode, one sequence of 4,096 tokens", "cpu_peers", SOME),
+        *("speed of decode, one sequence of 4,096 tokens", "cpu_peers", "k8v4"),
         *("decode_vs_best_peer_4k_b1", "the fastest other engine on CPUs"),
     ),
 )

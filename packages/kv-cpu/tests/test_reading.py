@@ -17,7 +17,7 @@ from kv_policy import Budget, PagedTokens, PageLayout, PageReading, RawCodec, To
 READINGS = st.builds(
     PageReading,
     st.sampled_from(
-        [Budget(100, "percent"), Budget(50, "percent"), Budget(3, "percent"), Budget(1), Budget(99)]
+        [*(Budget(share, "percent") for share in (100, 50, 33.3, 12.5, 3)), Budget(1), Budget(99)]
     ),
     st.sampled_from([0, 1, 40]),
     st.sampled_from([0, 1, 70]),
@@ -178,3 +178,20 @@ def test_arguments_that_do_not_match_are_refused(change, message) -> None:
     bounds = replace(bounds, **{k: v for k, v in known.items() if k in ("count", "both")})
     with pytest.raises(RuntimeError, match=message):
         select_pages(q, pages, bounds, PageReading(Budget(2)))
+
+
+@pytest.mark.parametrize(
+    ("share", "most", "message"),
+    [
+        (-1.0, 2, "share is -1"),
+        (100.5, 2, "share is 100.5"),
+        (float("nan"), 2, "share is nan"),
+        (0.0, -1, "most is -1; it must be 0"),
+    ],
+)
+def test_limits_out_of_range_are_refused(share: float, most: int, message: str) -> None:
+    shape = dict(B=1, H=1, G=1, D=3, width=20, tokens=1, missing=0, reverse=False)
+    q, pages, bounds = drawn(3, **shape, dtype=torch.float32)
+    given = q, bounds.both, bounds.count, pages.table, pages.length, share, most
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.kv_cpu.page_select(*given, 1, 0, 0, False, "plain")

@@ -140,18 +140,20 @@ def test_a_cache_and_its_report_say_what_they_hold(make, batch) -> None:
     assert f"<td>{report.total_bytes:,}</td>" in html
 
 
+@pytest.mark.parametrize(("policy", "pages"), [("k8v4", 6), ("k8v4:window=16", 5)])
 @torch.no_grad()
-def test_bounds_that_the_first_step_computes_are_counted_before_it(make) -> None:
+def test_bounds_that_the_first_step_computes_are_counted_before_it(make, policy, pages) -> None:
     model = make()
-    cache = make_cache(model, "k8v4+quest:budget=50%")
+    cache = make_cache(model, f"{policy}+quest:budget=50%")
+    assert size_of(cache).kv_bytes == cache.memory().total_bytes
     model(torch.randint(3, 101, (1, 96)), **passing(model, cache))
     shape, report = cache.runtime.shape, cache.memory()
     before, rows = size_of(cache).kv_bytes, shape.layers * shape.kv_heads
-    bounds = rows * 6 * 4 * shape.key_dim  # of 6 pages of 16 tokens, 4 bytes per channel
+    bounds = rows * pages * 4 * shape.key_dim  # of pages of 16 tokens, 4 bytes per channel
     assert before - report.total_bytes == bounds - report.bound_bytes > 0
     model(torch.full((1, 1), 9), **passing(model, cache))
     assert cache.memory().bound_bytes >= bounds
     assert size_of(cache).kv_bytes == cache.memory().total_bytes
-    plain = make_cache(model, "k8v4")
+    plain = make_cache(model, policy)
     model(torch.randint(3, 101, (1, 96)), **passing(model, plain))
     assert size_of(plain).kv_bytes == plain.memory().total_bytes

@@ -87,8 +87,8 @@ def caches_of(loaded: "LoadedModel", backend: str = AUTO) -> MakeCache:
 def held(cache: "Cache") -> CacheSize:
     """Count the bytes of a cache made by `make_cache`.
 
-    Bounds of the keys in pages are computed in the first decode step; before it, those of the
-    pages in use are counted as if they were there.
+    Bounds of the keys in pages are computed in the first decode step; before it, those of all
+    pages of the tier are counted as if they were there.
     """
     from kv_paging import bound_bytes
     from kv_transformers.cache import CompressedCache
@@ -96,8 +96,9 @@ def held(cache: "Cache") -> CacheSize:
 
     if isinstance(cache, CompressedCache):
         report, later = cache.memory(), 0
-        if cache.policy.reading is not None:
-            bounds = report.pages_used * bound_bytes(cache.runtime.layout.shape.key_dim)
+        batch = cache.runtime.batch
+        if cache.policy.reading is not None and batch is not None:
+            bounds = batch.tiers.pages_used * bound_bytes(batch.shape.key_dim)
             later = max(0, bounds - report.bound_bytes)
         kept = report.tokens.transpose(0, 1).tolist()
         return CacheSize(
