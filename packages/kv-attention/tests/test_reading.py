@@ -1,6 +1,7 @@
 """The pages that a decode step reads, compared with a plain loop, and with attention over them."""
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ from torch import Tensor
 
 from attention_cases import Case, random_case
 from kv_attention import PageBounds, logit_bounds, select_pages
-from kv_attention.page_bounds import page_scores
+from kv_attention.page_bounds import code_logits, decoded_keys, page_scores
 from kv_policy import Budget, PagedTokens, PageReading
+from kv_policy.key_codes import code_rotation
 
 ALL = Budget(100, "percent")
 READINGS = st.builds(
@@ -72,6 +74,20 @@ def bounds_of(case: Case, missing: int = 0) -> PageBounds:
     return PageBounds(both, count)
 
 
+def codes_of(case: Case, seed: int, missing: int = 0) -> PageBounds:
+    """Return random codes of the keys in full pages but the last `missing`, 255 in others."""
+    (pages,) = case.pages
+    tokens, dim = pages.layout.tokens, pages.layout.format.key.dim
+    g, rows = torch.Generator().manual_seed(seed), -(-dim // 16)
+    lead = (*pages.length.shape, pages.table.shape[2])
+    codes = torch.randint(0, 256, (*lead, 4 * rows * tokens), generator=g, dtype=torch.uint8)
+    scale = torch.rand(*lead, tokens, generator=g).half().view(torch.uint8)
+    count = (pages.length.long() // tokens - missing).clamp(min=0)
+    known = torch.arange(lead[2]) < count[..., None]
+    both = torch.cat((codes, scale), -1).masked_fill(~known[..., None], 255)
+    return PageBounds(both, count)
+
+
 def query(case: Case) -> Tensor:
     return case.q[:, :, :, 0]
 
@@ -86,12 +102,13 @@ def read(pages: PagedTokens) -> list[list[int]]:
     return [row[: -(-length // tokens)].tolist() for row, length in rows]
 
 
-@settings(max_examples=80)
-@given(st.integers(0, 99), SHAPES, READINGS, st.sampled_from([0, 0, 2]))
-def test_pages_are_those_of_the_plain_loop(seed, shape, reading, missing) -> None:
+@settings(max_examples=120)
+@given(st.integers(0, 99), SHAPES, READINGS, st.sampled_from([0, 0, 2]), st.booleans())
+def test_pages_are_those_of_the_plain_loop(seed, shape, reading, missing, coded) -> None:
     case = drawn(seed, **shape)
     (pages,) = case.pages
-    given = query(case), pages, bounds_of(case, missing), reading
+    bounds = codes_of(case, seed, missing) if coded else bounds_of(case, missing)
+    given = query(case), pages, bounds, reading
     found, expected = (select_pages(*given, each) for each in ("torch", "reference"))
     assert (found is pages) == (expected is pages)
     assert read(found) == read(expected)
@@ -113,6 +130,21 @@ def test_no_logit_exceeds_the_bound_of_its_page(seed, shape) -> None:
             assert (mine <= found[b, h, :, at, None] + 1e-9).all()
             if tokens == 1:
                 torch.testing.assert_close(mine[:, 0], found[b, h, :, at])
+
+
+def test_codes_are_decoded_some_pages_at_a_time() -> None:
+    case = drawn(3, B=2, H=2, G=2, D=17, stored=40, page=4)
+    codes, q = codes_of(case, 3).both.masked_fill(codes_of(case, 3).both == 255, 0), query(case)
+    whole = code_logits(q, codes, 4)
+    key = decoded_keys(codes, 17, 4).double()
+    turned = q @ code_rotation(17, q.device).double()
+    step = turned.abs().amax(-1, keepdim=True) / 127
+    turned = (turned / step).round() * step
+    logits = torch.einsum("bhgd,bhtld->bhgtl", turned, key)
+    torch.testing.assert_close(whole, logits.amax(-1))
+    for some in (1, 500):
+        with patch("kv_attention.page_bounds.DECODED", some):
+            torch.testing.assert_close(code_logits(q, codes, 4), whole)
 
 
 @pytest.mark.parametrize("backend", ["torch", "reference"])
@@ -161,12 +193,12 @@ def test_every_query_of_a_group_has_its_best_page_read_first() -> None:
     both[0, 0, :, :2] = torch.tensor([[5.0, 0.0], [4.0, 0.0], [0.0, 1.0]])
     bounds = PageBounds(both, torch.tensor([[3]]))
     q = torch.tensor([[[[100.0, 0.0], [0.0, 0.1]]]])
-    scores = page_scores(q, bounds, 3)[0, 0]
+    scores = page_scores(q, bounds, 3, 1)[0, 0]
     assert scores.topk(2).indices.sort().values.tolist() == [0, 2]
 
 
 def test_a_bound_that_is_not_a_number_is_read_and_so_is_a_page_without_bounds() -> None:
     both = torch.zeros(1, 1, 4, 4)
     both[0, 0, 1] = torch.nan
-    scores = page_scores(torch.ones(1, 1, 1, 2), PageBounds(both, torch.tensor([[3]])), 5)
+    scores = page_scores(torch.ones(1, 1, 1, 2), PageBounds(both, torch.tensor([[3]])), 5, 1)
     assert scores[0, 0, 1] == scores[0, 0, 3] == scores[0, 0, 4] == torch.inf

@@ -1,4 +1,4 @@
-// The operator that selects the pages that a decode step reads, by the bounds of their keys.
+// The operator that selects the pages that a decode step reads, by bounds or codes of their keys.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -8,6 +8,7 @@
 
 #include "arguments.h"
 #include "boundary.h"
+#include "page_codes.h"
 
 namespace kv {
 namespace {
@@ -33,7 +34,21 @@ struct Scratch {
   std::vector<float> sums, found, score, sorted;
   std::vector<int64_t> order;
   std::vector<Span> spans;
+  std::vector<int8_t> bytes;
+  std::vector<int32_t> totals;
+  std::vector<const uint8_t*> pages;
 };
+
+// The products of codes of the kernels of attention.
+const CodeKernels* codes_of(const Kernels& kernels) {
+  if (&kernels == &plain_kernels) return &plain_codes;
+#ifdef KV_X86
+  if (&kernels == &avx2_kernels) return &avx2_codes;
+  return &kernels == &avx512_kernels ? &avx512_codes : &vnni_codes;
+#elif defined(KV_ARM)
+  return &kernels == &neon_kernels ? &neon_codes : &dotprod_codes;
+#endif
+}
 
 // The largest of some numbers, of those that are numbers.
 float largest(const float* x, int64_t count) {
@@ -48,25 +63,29 @@ float largest(const float* x, int64_t count) {
 
 class Selection {
  public:
-  Selection(const Tensor& q, const Tensor& both, const Tensor& count, const Tensor& table,
-            const Tensor& length, double share, int64_t most, int64_t tokens, int64_t first,
+  Selection(const Tensor& q, const Tensor& both, const Tensor& rotation, const Tensor& count,
+            const Tensor& table, const Tensor& length, double share, int64_t most, int64_t tokens, int64_t first,
             int64_t last, bool reverse, const Name& isa)
       : kernels_(kernels_of(isa)), reverse_(reverse) {
     q_ = view(q, {"q"}, kFloats, {kAny, kAny, kAny, kAny}, Lay::kRows);
     sequences_ = q_.size(0), heads_ = q_.size(1);
     group_ = int(within({"queries of a KV head"}, q_.size(2), 1, kMostGroup));
     dim_ = int(within({"dimensions of a key"}, q_.size(3), 1, kMostDim / 2));
+    tokens_ = within({"tokens of a page"}, tokens, 1, kMost);
     in_pages_ = both.dim() == 2;  // by the number of a page; otherwise by column of a table row
-    both_ = in_pages_
-                ? view(both, {"bounds"}, kBFloat16, {kAny, 2 * dim_}, Lay::kRows)
-                : view(both, {"bounds"}, kBFloat16, {sequences_, heads_, kAny, 2 * dim_}, Lay::kRows);
+    coded_ = both.scalar_type() == ScalarType::Byte;
+    const int64_t wide = coded_ ? product(tokens_, code_bytes(dim_, 1)) : 2 * dim_;
+    const Kinds kinds = coded_ ? kBytes : kBFloat16;
+    both_ = in_pages_ ? view(both, {"bounds"}, kinds, {kAny, wide}, Lay::kRows)
+                      : view(both, {"bounds"}, kinds, {sequences_, heads_, kAny, wide}, Lay::kRows);
+    if (coded_)
+      rotation_ = view(rotation, {"rotation"}, kFloat32, {dim_, padded(dim_)}, Lay::kContiguous);
     table_ = view(table, {"table"}, kIntegers, {sequences_, heads_, kAny}, Lay::kContiguous);
     auto numbers = [&](const Tensor& x, const char* name) {
       return integers_of(view(x, {name}, kIntegers, {sequences_, heads_}, Lay::kContiguous));
     };
     const Integers counts = numbers(count, "count");
     length_ = numbers(length, "length");
-    tokens_ = within({"tokens of a page"}, tokens, 1, kMost);
     within({"first"}, first, 0, kMost), within({"last"}, last, 0, kMost);
     within({"most"}, most, 0, kMost);
     if (!(share >= 0 && share <= 100)) refuse("share is ", share, "; it must be 0 to 100");
@@ -106,7 +125,7 @@ class Selection {
     lengths_ = static_cast<int32_t*>(results[1].mutable_data_ptr());
     const int64_t rows = sequences_ * heads_;
     const int64_t width = in_pages_ ? table_.size(2) : both_.size(2);
-    const int64_t work = product(product(width, 2 * dim_), rows);
+    const int64_t work = product(product(width, coded_ ? tokens_ * dim_ : 2 * dim_), rows);
     const int64_t threads =
         std::min({int64_t(torch::stable::get_num_threads()), rows, work / kWorth + 1});
     for_all(threads, 1, [&](int64_t) {
@@ -161,34 +180,9 @@ class Selection {
 
   // The scores of pages with bounds, by page; those before `begin` and from `end` on are undefined.
   const float* scores(int64_t row, int64_t begin, int64_t end, Scratch& scratch) {
-    const int64_t b = row / heads_, h = row % heads_, count = held_[row].bounded;
-    const int wide = 2 * dim_, width = padded(wide + 7);
-    scratch.queries.assign(int64_t(group_) * padded(width) / kLanes, Line{});
-    scratch.sums.assign(group_, 0);
-    scratch.found.resize(dim_);
-    float* rows = scratch.queries[0].numbers;
-    for (int g = 0; g < group_; ++g) {
-      const uint8_t* from = q_.data + b * q_.step(0) + h * q_.step(1) + g * q_.step(2);
-      kernels_->widen(number_of(q_.type), from, dim_, scratch.found.data());
-      float* to = rows + int64_t(g) * width;
-      for (int d = 0; d < dim_; ++d) {
-        const float x = scratch.found[d];
-        to[d] = x > 0 ? x : x < 0 ? 0 : x, to[dim_ + d] = x < 0 ? x : 0;
-        scratch.sums[g] += x;
-      }
-    }
-    const Format format{Number::kBFloat16, wide, 0, 0, 0, 0};
-    const Queries queries{rows, scratch.sums.data(), group_, width};
-    const int64_t size = kernels_->prepared_size ? kernels_->prepared_size(format, group_) : 0;
-    void* prepared = nullptr;
-    if (size) {
-      scratch.prepared.resize((size + sizeof(Line) - 1) / sizeof(Line));
-      prepared = scratch.prepared.data();
-      kernels_->prepare(format, queries, prepared);
-    }
-    scratch.logits.resize(int64_t(group_) * kBlock / kLanes);
-    scratch.found.resize(std::max<int64_t>(dim_, group_ * count));
-    dot(format, queries, prepared, row, count, scratch);
+    const int64_t count = held_[row].bounded;
+    scratch.found.resize(std::max<int64_t>(padded(dim_), group_ * count));
+    coded_ ? estimate(row, count, scratch) : bound(row, count, scratch);
     scratch.score.assign(count, -kInfinity);
     float* score = scratch.score.data();
     const float* found = scratch.found.data();
@@ -206,11 +200,73 @@ class Selection {
     return scratch.score.data();
   }
 
+  // Where the bounds of a page of a table row are.
+  const uint8_t* place(int64_t row, int64_t column) const {
+    if (in_pages_) return both_.data + integers_of(table_)[entry(row, column)] * both_.step(0);
+    const uint8_t* from = both_.data + row / heads_ * both_.step(0) + row % heads_ * both_.step(1);
+    return from + column * both_.step(2);
+  }
+
+  // Query g of a table row, in float32.
+  void query(int64_t row, int g, float* to) const {
+    const uint8_t* from = q_.data + row / heads_ * q_.step(0) + row % heads_ * q_.step(1);
+    kernels_->widen(number_of(q_.type), from + g * q_.step(2), dim_, to);
+  }
+
+  // The largest logits of all queries by codes, one row of pages after the other.
+  void estimate(int64_t row, int64_t count, Scratch& scratch) const {
+    const int width = padded(dim_);
+    scratch.queries.resize(2 * width / kLanes);
+    scratch.bytes.resize(group_ * width);
+    scratch.sums.resize(group_), scratch.totals.resize(group_);
+    float* numbers = scratch.queries[0].numbers;
+    const CodeKernels& codes = *codes_of(*kernels_);
+    for (int g = 0; g < group_; ++g) {
+      query(row, g, numbers);
+      codes.turn(numbers, rotation_.as<float>(), dim_, numbers + width,
+                 scratch.bytes.data() + g * width, scratch.sums[g], scratch.totals[g]);
+    }
+    const CodedQueries queries{scratch.bytes.data(), scratch.sums.data(), scratch.totals.data(),
+                               group_, width};
+    scratch.pages.resize(count);
+    for (int64_t i = 0; i < count; ++i) scratch.pages[i] = place(row, i);
+    for (int64_t i = 0; i < count; i += kBlock)
+      codes.largest(queries, scratch.pages.data() + i, int(std::min<int64_t>(kBlock, count - i)),
+                    int(tokens_), scratch.found.data() + i, count);
+  }
+
   // The bounds of all queries, one row of pages after the other.
+  void bound(int64_t row, int64_t count, Scratch& scratch) {
+    const int wide = 2 * dim_, width = padded(wide + 7);
+    scratch.queries.assign(int64_t(group_) * padded(width) / kLanes, Line{});
+    scratch.sums.assign(group_, 0);
+    float* rows = scratch.queries[0].numbers;
+    for (int g = 0; g < group_; ++g) {
+      query(row, g, scratch.found.data());
+      float* to = rows + int64_t(g) * width;
+      for (int d = 0; d < dim_; ++d) {
+        const float x = scratch.found[d];
+        to[d] = x > 0 ? x : x < 0 ? 0 : x, to[dim_ + d] = x < 0 ? x : 0;
+        scratch.sums[g] += x;
+      }
+    }
+    const Format format{Number::kBFloat16, wide, 0, 0, 0, 0};
+    const Queries queries{rows, scratch.sums.data(), group_, width};
+    const int64_t size = kernels_->prepared_size ? kernels_->prepared_size(format, group_) : 0;
+    void* prepared = nullptr;
+    if (size) {
+      scratch.prepared.resize((size + sizeof(Line) - 1) / sizeof(Line));
+      prepared = scratch.prepared.data();
+      kernels_->prepare(format, queries, prepared);
+    }
+    scratch.logits.resize(int64_t(group_) * kBlock / kLanes);
+    dot(format, queries, prepared, row, count, scratch);
+  }
+
+  // The same for prepared queries.
   void dot(const Format& format, const Queries& queries, const void* prepared, int64_t row,
            int64_t count, Scratch& scratch) {
-    const uint8_t* from = both_.data;
-    if (!in_pages_) from += row / heads_ * both_.step(0) + row % heads_ * both_.step(1);
+    const uint8_t* from = in_pages_ ? both_.data : place(row, 0);
     const int64_t step = both_.step(in_pages_ ? 0 : 2);
     const Integers table = integers_of(table_);
     const bool in_strips = kernels_->strips && kernels_->strips(format);
@@ -253,21 +309,22 @@ class Selection {
   }
 
   const Kernels* kernels_;
-  View q_, both_, table_;
+  View q_, both_, rotation_, table_;
   Integers length_;
   int64_t sequences_, heads_, tokens_, begin_, most_ = 0, width_ = 0;
   int group_, dim_;
-  bool reverse_, in_pages_ = false, all_ = true;
+  bool reverse_, in_pages_ = false, coded_ = false, all_ = true;
   std::vector<Held> held_;
   std::vector<int64_t> ends_;  // of each row, the first of the last pages, which are always read
   int32_t *pages_ = nullptr, *lengths_ = nullptr;
   std::atomic<int64_t> next_{0};
 };
 
-std::vector<Tensor> page_select(Tensor q, Tensor both, Tensor count, Tensor table, Tensor length,
-                                double share, int64_t most, int64_t tokens, int64_t first,
+std::vector<Tensor> page_select(Tensor q, Tensor both, Tensor rotation, Tensor count, Tensor table,
+                                Tensor length, double share, int64_t most, int64_t tokens, int64_t first,
                                 int64_t last, bool reverse, Name isa) {
-  return Selection(q, both, count, table, length, share, most, tokens, first, last, reverse, isa)
+  return Selection(q, both, rotation, count, table, length, share, most, tokens, first, last, reverse,
+                   isa)
       .run(q);
 }
 
@@ -276,7 +333,7 @@ std::vector<Tensor> page_select(Tensor q, Tensor both, Tensor count, Tensor tabl
 
 STABLE_TORCH_LIBRARY_FRAGMENT(kv_cpu, m) {
   m.def(
-      "page_select(Tensor q, Tensor both, Tensor count, Tensor table, Tensor length, "
+      "page_select(Tensor q, Tensor both, Tensor rotation, Tensor count, Tensor table, Tensor length, "
       "float share, int most, int tokens, int first, int last, bool reverse, str isa) -> Tensor[]");
 }
 

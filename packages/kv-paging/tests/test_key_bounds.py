@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bounded_world import IN_PAGES, LAYOUT, World
+from bounded_world import CODED, IN_PAGES, LAYOUT, World
 from kv_paging.bounding import bounds_in, bounds_of
 
 OPERATIONS: tuple[Callable[[World], None], ...] = (
@@ -15,7 +15,11 @@ OPERATIONS: tuple[Callable[[World], None], ...] = (
     World.select, World.truncate, World.clear, World.trim, World.join, World.rewrite,
     World.branch,
 )  # fmt: skip
-LAYOUTS = pytest.mark.parametrize("layout", [LAYOUT, IN_PAGES], ids=["beside", "inside"])
+LAYOUTS = pytest.mark.parametrize(
+    ("layout", "coded"),
+    [(LAYOUT, False), (IN_PAGES, False), (LAYOUT, True), (CODED, True)],
+    ids=["beside", "inside", "codes-beside", "codes-inside"],
+)
 
 
 @LAYOUTS
@@ -24,8 +28,10 @@ LAYOUTS = pytest.mark.parametrize("layout", [LAYOUT, IN_PAGES], ids=["beside", "
     st.integers(0, 99),
     st.lists(st.sampled_from([*OPERATIONS, World.append, World.update, World.update]), max_size=12),
 )
-def test_bounds_are_of_the_stored_keys_after_any_operations(layout, seed, operations) -> None:
-    world = World.of(seed, layout=layout)
+def test_bounds_are_of_the_stored_keys_after_any_operations(
+    layout, coded, seed, operations
+) -> None:
+    world = World.of(seed, layout=layout, coded=coded)
     world.append()
     world.update()
     for operation in operations:
@@ -35,9 +41,10 @@ def test_bounds_are_of_the_stored_keys_after_any_operations(layout, seed, operat
     world.update()
 
 
-def test_sequences_bring_their_bounds_in_pages_with_them() -> None:
+@pytest.mark.parametrize("layout", [IN_PAGES, CODED], ids=["bounds", "codes"])
+def test_sequences_bring_their_bounds_in_pages_with_them(layout) -> None:
     """Joined and branched, full pages are bounded once; a page is copied with its bounds."""
-    world = World.of(4, layout=IN_PAGES)
+    world = World.of(4, layout=layout)
     world.append(30)
     world.update()
     store = world.tiers.stores[0]
@@ -125,3 +132,8 @@ def test_bytes_are_those_of_the_tensors() -> None:
     world.append(30)
     world.update()
     assert world.tiers.stores[0].bounds.nbytes == rows * 8  # the others are in pages
+    world = World.of(3, coded=True)
+    world.append(30)
+    world.update()
+    bounds = world.tiers.stores[0].bounds
+    assert bounds.nbytes == rows * (bounds.both.shape[1] * 4 * (4 + 2) + 8)

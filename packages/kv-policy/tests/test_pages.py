@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from kv_policy import PageLayout, RawCodec, TileCounts, TokenFormat
 from kv_policy.bit_layout import BitLayout, PlaneLayout
 from kv_policy.codec import Codec
+from kv_policy.key_codes import code_bytes
 
 
 class Fake:
@@ -71,28 +72,32 @@ def test_fitted_holds_as_many_blocks_as_there_is_room_for(
     assert layout.nbytes - layout.used < block
 
 
-@given(FORMATS, st.integers(1, 8), st.booleans(), st.booleans())
+@given(FORMATS, st.integers(1, 8), st.booleans(), st.booleans(), st.booleans())
 def test_bounds_are_behind_everything_else(
-    format: TokenFormat, blocks: int, scores: bool, positions: bool
+    format: TokenFormat, blocks: int, scores: bool, positions: bool, coded: bool
 ) -> None:
     given = format, blocks * format.block, scores, positions
-    plain, layout = PageLayout.sized(*given), PageLayout.sized(*given, bounds=True)
+    plain = PageLayout.sized(*given)
+    layout = PageLayout.sized(*given, bounds=True, coded=coded)
     assert layout.segments == plain.segments
     assert (layout.score_offset, layout.position_offset) == (
         plain.score_offset,
         plain.position_offset,
     )
     assert layout.token_bytes == plain.token_bytes
-    assert (plain.bound_bytes, layout.bound_bytes) == (0, 2 * 2 * format.key.dim)
+    nbytes = code_bytes(format.key.dim, given[1]) if coded else 2 * 2 * format.key.dim
+    assert (plain.bound_bytes, layout.bound_bytes) == (0, nbytes)
     assert layout.bound_offset % 16 == layout.nbytes % 16 == 0
     assert plain.used <= layout.bound_offset < plain.used + 16
     assert layout.used == layout.bound_offset + layout.bound_bytes <= layout.nbytes
     assert layout.nbytes < layout.used + 16
     assert layout != PageLayout(*given[:2], layout.nbytes, scores, positions)
     with pytest.raises(ValueError, match="it must have a multiple of 16 bytes"):
-        PageLayout(*given[:2], layout.nbytes + 8, scores, positions, bounds=True)
+        PageLayout(*given[:2], layout.nbytes + 8, scores, positions, True, coded)
     with pytest.raises(ValueError, match=f"take {layout.used} bytes"):
-        PageLayout(*given[:2], layout.nbytes - 16, scores, positions, bounds=True)
+        PageLayout(*given[:2], layout.nbytes - 16, scores, positions, True, coded)
+    with pytest.raises(ValueError, match="give bounds=True, too"):
+        PageLayout(*given[:2], layout.nbytes, scores, positions, coded=True)
 
 
 @given(FORMATS, st.integers(1, 20))

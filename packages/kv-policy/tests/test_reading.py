@@ -53,6 +53,13 @@ class Moving(Recent):
     decodes_on_device = True
 
 
+def test_nothing_else_ranks_pages() -> None:
+    reading = PageReading(Budget(1))
+    object.__setattr__(reading, "by", "keys")  # as without checks of types
+    with pytest.raises(ValueError, match=r"^by is 'keys'; pages are ranked by bounds or codes$"):
+        reading.__post_init__()
+
+
 @given(st.integers(0, 5000), st.floats(0.01, 100), st.integers(1, 64))
 def test_a_share_is_rounded_up_to_whole_pages(held: int, share: float, tokens: int) -> None:
     reading = PageReading(Budget(share, "percent"))

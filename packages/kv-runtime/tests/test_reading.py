@@ -66,16 +66,23 @@ def watched() -> Iterator[Watched]:
         yield seen
 
 
-@pytest.mark.parametrize("name", KEEPING)
-def test_all_pages_are_the_cache_as_it_is(name) -> None:
-    torch.manual_seed(7)
-    go(World(compose(KEEPING[name], Reads())))
+BY = pytest.mark.parametrize("by", ["bounds", "codes"])
+CODED = ("window", "turned", "bykey-again", "bykey-again-blocks")
+EACH = pytest.mark.parametrize(
+    ("name", "by"), [*((name, "bounds") for name in KEEPING), *((name, "codes") for name in CODED)]
+)
 
 
-@pytest.mark.parametrize("name", KEEPING)
-def test_pages_are_selected_by_true_bounds_and_no_other_is_read(name, watched) -> None:
+@EACH
+def test_all_pages_are_the_cache_as_it_is(name, by) -> None:
     torch.manual_seed(7)
-    policy = compose(KEEPING[name], Reads(8))
+    go(World(compose(KEEPING[name], Reads(by=by))))
+
+
+@EACH
+def test_pages_are_selected_by_true_bounds_and_no_other_is_read(name, by, watched) -> None:
+    torch.manual_seed(7)
+    policy = compose(KEEPING[name], Reads(8, by=by))
     cache = PolicyCache(policy, SHAPE, page_tokens=4, backend="torch")
     outputs = steps(cache, (ragged(31, 18), *[one()] * 9, ragged(3, 11), *[one()] * 6))
     cache.select(torch.tensor([1, 1, 0]))
@@ -86,10 +93,10 @@ def test_pages_are_selected_by_true_bounds_and_no_other_is_read(name, watched) -
     check_bounds(cache)
 
 
-@pytest.mark.parametrize("name", KEEPING)
-def test_bounds_in_pages_of_a_pool_give_the_same(name, watched) -> None:
+@EACH
+def test_bounds_in_pages_of_a_pool_give_the_same(name, by, watched) -> None:
     """A cache over a pool that others share, beside one with bounds of its own; bit by bit."""
-    policy, found = compose(KEEPING[name], Reads(8)), []
+    policy, found = compose(KEEPING[name], Reads(8, by=by)), []
     for inside in (False, True):
         torch.manual_seed(7)
         cache = PolicyCache(policy, SHAPE, page_tokens=4, backend="torch")
@@ -125,7 +132,10 @@ def test_what_continues_a_sequence_has_its_bounds(watched) -> None:
     assert cache._pool.shares
 
 
-@pytest.mark.parametrize("policy", [Reads(8), compose(ByKey(budget=Budget(20)), Reads(8, 1))])
+@pytest.mark.parametrize(
+    "policy",
+    [Reads(8), Reads(8, by="codes"), compose(ByKey(budget=Budget(20)), Reads(8, 1))],
+)
 def test_native_steps_read_some_pages_in_one_call_of_a_layer(policy, watched) -> None:
     """With bounds in pages; as torch does."""
     need("cpu")
@@ -176,13 +186,14 @@ def test_first_layers_read_everything_if_told_to(watched) -> None:
     assert watched.calls == watched.fewer == 3  # the third of three layers
 
 
-def test_native_code_reads_the_same(watched) -> None:
+@BY
+def test_native_code_reads_the_same(by, watched) -> None:
     need("cpu")
     watched.poison = False
     outputs = []
     for backend in ("torch", "cpu"):
         torch.manual_seed(3)
-        cache = PolicyCache(Reads(8), SHAPE, page_tokens=4, backend=backend)
+        cache = PolicyCache(Reads(8, by=by), SHAPE, page_tokens=4, backend=backend)
         outputs.append(steps(cache, (ragged(31, 18), *[one()] * 9)))
     for mine, other in zip(*outputs, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
@@ -230,6 +241,10 @@ def test_bytes_of_bounds_are_in_the_report() -> None:
     )
     own = memory.table_bytes + memory.window_bytes + 12 * 8
     assert memory.total_bytes == memory.pages_held_bytes + own
+    coded = over_pool(Reads(8, by="codes"))
+    steps(coded, (ragged(31, 18), one()))
+    memory = coded.memory()
+    assert memory.bound_bytes == memory.pages_used * 4 * (4 + 2) + 12 * 8
     plain = PolicyCache(parse("raw"), SHAPE, page_tokens=4, backend="torch")
     steps(plain, (ragged(31, 18), one()))
     assert plain.memory().bound_bytes == 0

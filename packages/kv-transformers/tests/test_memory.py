@@ -140,16 +140,19 @@ def test_a_cache_and_its_report_say_what_they_hold(make, batch) -> None:
     assert f"<td>{report.total_bytes:,}</td>" in html
 
 
+@pytest.mark.parametrize("by", ["bounds", "codes"])
 @pytest.mark.parametrize(("policy", "pages"), [("k8v4", 6), ("k8v4:window=16", 5)])
 @torch.no_grad()
-def test_bounds_that_the_first_step_computes_are_counted_before_it(make, policy, pages) -> None:
+def test_bounds_that_the_first_step_computes_are_counted_before_it(make, policy, pages, by) -> None:
     model = make()
-    cache = make_cache(model, f"{policy}+quest:budget=50%")
+    cache = make_cache(model, f"{policy}+quest:budget=50%,by={by}")
     assert size_of(cache).kv_bytes == cache.memory().total_bytes
     model(torch.randint(3, 101, (1, 96)), **passing(model, cache))
     shape, report = cache.runtime.shape, cache.memory()
     before, rows = size_of(cache).kv_bytes, shape.layers * shape.kv_heads
-    bounds = rows * pages * 4 * shape.key_dim  # of pages of 16 tokens, 4 bytes per channel
+    # Of pages of 16 tokens, 4 bytes per channel, or 2 bits and 2 bytes per token.
+    each = 16 * (shape.key_dim // 4 + 2) if by == "codes" else 4 * shape.key_dim
+    bounds = rows * pages * each
     assert before - report.total_bytes == bounds - report.bound_bytes > 0
     model(torch.full((1, 1), 9), **passing(model, cache))
     assert cache.memory().bound_bytes >= bounds

@@ -45,7 +45,7 @@ def selected(
         least, most = torch.stack(((full - some).amax(), some.amax())).tolist()
         if not least:
             return pages
-    score = page_scores(q, bounds.by_column(pages, columns), columns)
+    score = page_scores(q, bounds.by_column(pages, columns), columns, tokens)
     score = score.masked_fill(always, torch.inf).masked_fill(column >= full[..., None], -torch.inf)
     picked = score.sort(dim=-1, descending=True, stable=True).indices[..., :most]
     # In their order, so that rounding is as over all pages; others behind them.

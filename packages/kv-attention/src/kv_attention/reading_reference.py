@@ -1,13 +1,15 @@
 """The reference of the selection of pages: by definition in float64, one table row at a time."""
 
+import struct
 from dataclasses import replace
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Float64
 from torch import Tensor
 
 from kv_attention.page_bounds import PageBounds
 from kv_policy import PagedTokens, PageReading
+from kv_policy.key_codes import code_rotation
 
 
 def select_pages(
@@ -18,6 +20,7 @@ def select_pages(
     Slow on purpose; it shares no code with the backends that are tested against it.
     """
     tokens, dim, width = pages.layout.tokens, q.shape[-1], pages.table.shape[2]
+    rotation = code_rotation(dim, q.device).double()
     rows, lengths, every = [], [], True
     for b in range(q.shape[0]):
         for h in range(q.shape[1]):
@@ -25,12 +28,18 @@ def select_pages(
             held, full, known = -(-length // tokens), length // tokens, int(bounds.count[b, h])
             nearest = [float("-inf")] * full
             for query in q[b, h].double():
-                found = []
+                found, turned = [], query @ rotation
+                step = turned.abs().max() / 127
+                rounded = (turned / step).round() * step if step else turned
                 for at in range(min(known, full)):
                     place: tuple[int, ...] = (b, h, at)
                     if bounds.both.ndim == 2:  # by page
                         column = width - 1 - at if pages.reverse else at
                         place = (int(pages.table[b, h, column]),)
+                    if bounds.coded:
+                        keys = _keys_of(bounds.both[place].tolist(), dim, tokens)
+                        found.append(float((keys @ rounded).max()))
+                        continue
                     both = bounds.both[place].double()
                     # Not their maximum: a page of empty slots has no largest number.
                     found.append(float((query * both[:dim].where(query > 0, both[dim:])).sum()))
@@ -65,3 +74,18 @@ def select_pages(
         longest=most * tokens,
         tiles=None,
     )
+
+
+def _keys_of(page: list[int], dim: int, tokens: int) -> Float64[Tensor, "L D"]:
+    """Decode the codes of the keys in a page, by their definition (`kv_policy.key_codes`)."""
+    keys = []
+    for token in range(tokens):
+        at = 4 * -(-dim // 16) * tokens + 2 * token
+        (scale,) = struct.unpack("<e", bytes(page[at : at + 2]))
+        key = []
+        for d in range(dim):
+            row, (plane, j) = d // 16, divmod(d % 16, 4)
+            code = page[4 * (row * tokens + token) + j] >> 2 * plane & 3
+            key.append((2 * code - 3) * scale)
+        keys.append(key)
+    return torch.tensor(keys, dtype=torch.float64)

@@ -237,9 +237,12 @@ def weakest(
 
 
 def bound(
-    pages: PagedTokens, count: Int[Tensor, " S"], both: BFloat16[Tensor, "*T _"], most: int
+    pages: PagedTokens,
+    count: Int[Tensor, " S"],
+    both: BFloat16[Tensor, "*T _"] | UInt8[Tensor, "*T _"],
+    most: int,
 ) -> None:
-    """Bound keys, some pages at a time.
+    """Bound keys, or encode them, some pages at a time.
 
     Raises:
         RuntimeError: a table names a missing page.

@@ -1,16 +1,22 @@
-"""The pages that a decode step reads, selected in native code by the bounds of their keys."""
+"""The pages that a decode step reads, selected in native code by bounds or codes of their keys."""
 
 from dataclasses import replace
+from functools import lru_cache
+from typing import Final
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Float32
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kv_attention import PageBounds
 from kv_cpu.arguments import MOST_DIM, MOST_GROUP
 from kv_cpu.library import chosen
 from kv_policy import PagedTokens, PageReading
 from kv_policy.described import NUMBERS
+from kv_policy.key_codes import code_rotation
+
+LANES: Final = 16
 
 
 def select_pages(
@@ -33,6 +39,7 @@ def select_pages(
     found = torch.ops.kv_cpu.page_select(
         q,
         bounds.both,
+        _rotation(q.shape[3]) if bounds.coded else q.new_empty(0),
         bounds.count.contiguous(),
         pages.table.contiguous(),
         length,
@@ -55,10 +62,16 @@ def declined(q: Float[Tensor, "B H G D"], bounds: PageBounds) -> str | None:
     """Return why torch selects the pages instead of native code; None if native code does."""
     if not q.is_cpu:
         return f"tensors on {q.device.type}"
-    if q.dtype not in NUMBERS or bounds.both.dtype != torch.bfloat16:
+    if q.dtype not in NUMBERS or bounds.both.dtype not in (torch.bfloat16, torch.uint8):
         return f"queries in {q.dtype}, bounds in {bounds.both.dtype}"
     if not 0 < q.shape[2] <= MOST_GROUP or q.shape[3] > MOST_DIM // 2:
         return f"more than {MOST_GROUP} queries of a KV head, or {MOST_DIM // 2} dimensions"
     if q.stride(3) != 1 and q.shape[3] != 1:
         return "vectors whose numbers are not consecutive"
     return None
+
+
+@lru_cache(maxsize=16)
+def _rotation(dim: int) -> Float32[Tensor, "D _"]:
+    """Return the rotation of codes, with rows that are padded to whole registers."""
+    return pad(code_rotation(dim, torch.device("cpu")), (0, -dim % LANES)).contiguous()

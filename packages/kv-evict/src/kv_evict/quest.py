@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
-from kv_policy import Budget, PageReading, Part
+from kv_policy import Budget, PageReading, Part, RankedBy
 
 
 @dataclass(frozen=True)
@@ -16,6 +16,9 @@ class Quest(Part):
     page is the sum over channels of the larger product of the query with the largest and with the
     smallest number of its keys. Pages are selected for each sequence, layer and KV head, and a
     page is read first if it is best for some query of the group.
+
+    With `by=codes` a page is ranked by the largest of the logits of its keys, computed from codes
+    of 2 bits per dimension (`kv_policy.key_codes`), in about as many bytes as bounds take.
 
     The paper selects pages for each query head of a model without groups, of 16 tokens, and reads
     all pages in the first two layers; its code reads at least three.
@@ -30,6 +33,9 @@ class Quest(Part):
     sinks: Annotated[int, Meta(ge=0, description="first stored tokens, always read")] = 4
     recent: Annotated[int, Meta(ge=0, description="last stored tokens, always read")] = 16
     whole: Annotated[int, Meta(ge=0, description="first layers that read every page")] = 2
+    by: Annotated[
+        RankedBy, Meta(description="rank pages by bounds of their keys, or 2-bit codes of each key")
+    ] = "bounds"
 
     def __post_init__(self) -> None:
         """Check the parameters.
@@ -47,4 +53,4 @@ class Quest(Part):
     @property
     def reading(self) -> PageReading:
         """The pages that a decode step reads."""
-        return PageReading(self.budget, self.sinks, self.recent, self.whole)
+        return PageReading(self.budget, self.sinks, self.recent, self.whole, self.by)

@@ -1,6 +1,6 @@
 """A pool of fixed-size byte pages, and a table row of pages per sequence, layer and KV head."""
 
-from kv_paging.bounding import bound_bytes, bound_decoded, bounds_in
+from kv_paging.bounding import bound_decoded, bounds_in
 from kv_paging.checks import PoolExhausted
 from kv_paging.head_pages import (
     adopt_all,
@@ -54,7 +54,6 @@ __all__ = [
     "VectorNames",
     "adopt_all",
     "back_with_huge_pages",
-    "bound_bytes",
     "bound_decoded",
     "bounds_in",
     "branch_all",

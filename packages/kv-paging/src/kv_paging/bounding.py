@@ -1,4 +1,7 @@
-"""Bounds of keys by channel: their largest and smallest numbers, rounded outwards."""
+"""Bounds of keys by channel: their largest and smallest numbers, rounded outwards.
+
+Where pages are ranked by codes of their keys, these are in the place of bounds.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,6 +11,7 @@ import torch
 from jaxtyping import BFloat16, Bool, Float, Int, UInt8
 from torch import Tensor
 
+from kv_paging.key_codes import codes_of
 from kv_paging.table import PageTable, spread
 from kv_paging.tokens import Stored
 from kv_policy import PagedTokens, PageLayout
@@ -17,16 +21,11 @@ DTYPE: Final = torch.bfloat16  # 2 bytes for the range of float32
 READ: Final = 1 << 21  # numbers of keys that are decoded together
 
 
-def bound_bytes(dim: int) -> int:
-    """Return the bytes of the bounds of a page, whose keys have `dim` dimensions."""
-    return 2 * dim * DTYPE.itemsize
-
-
 def bound_decoded(
     reader: Callable[..., Stored],
     pages: PagedTokens,
     count: Int[Tensor, " S"],
-    both: BFloat16[Tensor, "*T _"],
+    both: BFloat16[Tensor, "*T _"] | UInt8[Tensor, "*T _"],
 ) -> None:
     """Do what `PageKernels.bound` does, with keys that some kernels decode, some at a time.
 
@@ -46,15 +45,18 @@ def bound_decoded(
         each = replace(pages, table=page, length=length, reverse=False, longest=tokens)
         found = reader(each, alone, tokens, frozenset({"keys"}))
         assert found.key is not None, "requested"
-        mine = bounds_of(found.key, found.held)
+        coded = both.dtype == torch.uint8
+        mine = codes_of(found.key, found.held) if coded else bounds_of(found.key, found.held)
         if both.ndim == 2:  # the same for all rows that hold a page
             both[page.flatten().long()] = mine
         else:
             both[rows, columns] = mine
 
 
-def bounds_in(data: UInt8[Tensor, "P nbytes"], layout: PageLayout) -> BFloat16[Tensor, "P _"]:
-    """Return the bounds in pages as numbers, in place.
+def bounds_in(
+    data: UInt8[Tensor, "P nbytes"], layout: PageLayout
+) -> BFloat16[Tensor, "P _"] | UInt8[Tensor, "P _"]:
+    """Return the bounds in pages as numbers, or the codes of their keys, in place.
 
     Raises:
         ValueError: pages of this layout have none, or their addresses are not aligned.
@@ -67,7 +69,8 @@ def bounds_in(data: UInt8[Tensor, "P nbytes"], layout: PageLayout) -> BFloat16[T
             f"memory on; both must be multiples of {ALIGNED} where pages have bounds"
         )
     first = layout.bound_offset
-    return data[:, first : first + layout.bound_bytes].view(DTYPE)
+    found = data[:, first : first + layout.bound_bytes]
+    return found if layout.coded else found.view(DTYPE)
 
 
 def bounds_of(key: Float[Tensor, "S L D"], held: Bool[Tensor, "S L"]) -> BFloat16[Tensor, "S _"]:

@@ -147,9 +147,9 @@ class HeadPages:
         """The bounds of the keys in full pages, if they are kept."""
         return self._bounds
 
-    def keep_bounds(self) -> None:
-        """Keep bounds of the keys in full pages, which `KeyBounds.update` computes."""
-        self._bounds = KeyBounds(self._length.numel(), self.layout, self.pool.device)
+    def keep_bounds(self, coded: bool = False) -> None:
+        """Keep bounds of the keys in full pages, or codes of them; `KeyBounds.update` computes."""
+        self._bounds = KeyBounds(self._length.numel(), self.layout, self.pool.device, coded)
 
     @property
     def changes(self) -> int:

@@ -125,7 +125,7 @@ class PageKernels(Protocol):
         self,
         pages: PagedTokens,
         count: Int[Tensor, " S"],
-        both: BFloat16[Tensor, "*T _"],
+        both: BFloat16[Tensor, "*T _"] | UInt8[Tensor, "*T _"],
         most: int,
     ) -> None:
         """Compute the bounds of the keys in each row's full pages from page count[i] on.
@@ -133,7 +133,8 @@ class PageKernels(Protocol):
         A bound is a channel's largest number in a page, and its smallest, rounded outwards. `both`
         are [S, T, 2 D] with columns for all full pages, or [P, 2 D] by the number of a page, where
         several rows may hold it; the bounds of other pages are left as they are. `most` is about
-        how many pages of a row have none.
+        how many pages of a row have none. If `both` are uint8, they are the codes of keys instead
+        (`kv_policy.key_codes`).
         """
         ...
 

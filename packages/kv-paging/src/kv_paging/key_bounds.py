@@ -1,14 +1,15 @@
-"""The largest and the smallest numbers of keys, by channel, in the full pages of table rows."""
+"""Bounds of the keys in the full pages of table rows, or codes of them."""
 
 from typing import Final
 
 import torch
-from jaxtyping import BFloat16, Bool, Int
+from jaxtyping import BFloat16, Bool, Int, UInt8
 from torch import Tensor
 
 from kv_paging.bounding import DTYPE, bounds_in
 from kv_paging.kernels import PageKernels
 from kv_policy import PagedTokens, PageLayout
+from kv_policy.pages import bound_bytes
 
 SPARE: Final = 32  # columns that are allocated beyond those needed
 
@@ -21,15 +22,24 @@ class KeyBounds:
 
     They are in the pages themselves if the layout has them there, by the number of a page: they
     move, are copied and are freed with it. Otherwise they are in memory of their own, by table row.
+
+    Codes of the keys (`kv_policy.key_codes`) may be in the place of bounds.
     """
 
-    def __init__(self, table_rows: int, layout: PageLayout, device: torch.device) -> None:
-        """Create bounds of no page, for the keys of a layout."""
-        self.dim, self.in_pages = layout.format.key.dim, layout.bounds
+    def __init__(
+        self, table_rows: int, layout: PageLayout, device: torch.device, coded: bool = False
+    ) -> None:
+        """Create bounds of no page, or no codes, for the keys of a layout."""
+        self.in_pages = layout.bounds
+        dtype = torch.uint8 if coded else DTYPE
+        width = bound_bytes(layout.format.key.dim, layout.tokens, coded) // dtype.itemsize
         lead = (0,) if self.in_pages else (table_rows, 0)
-        self.both: BFloat16[Tensor, "S T 2D"] | BFloat16[Tensor, "P 2D"] = torch.empty(
-            *lead, 2 * self.dim, dtype=DTYPE, device=device
-        )
+        self.both: (
+            BFloat16[Tensor, "S T _"]
+            | BFloat16[Tensor, "P _"]
+            | UInt8[Tensor, "S T _"]
+            | UInt8[Tensor, "P _"]
+        ) = torch.empty(*lead, width, dtype=dtype, device=device)
         self.count: Int[Tensor, " S"] = torch.zeros(table_rows, dtype=torch.long, device=device)
         self._changes = -1  # of the store at the last update, if steps alone have followed
 
@@ -82,7 +92,7 @@ class KeyBounds:
     def clear(self, table_rows: int) -> None:
         """Drop everything, for another number of table rows."""
         if not self.in_pages:
-            self.both = self.both.new_empty(table_rows, 0, 2 * self.dim)
+            self.both = self.both.new_empty(table_rows, 0, self.both.shape[2])
         self.count = self.count.new_zeros(table_rows)
         self._changes = -1
 

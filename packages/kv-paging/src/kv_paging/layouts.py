@@ -44,6 +44,7 @@ def fit(
     scores: bool = False,
     positions: bool = False,
     bounds: bool = False,
+    coded: bool = False,
 ) -> tuple[PageLayout, ...]:
     """Return layouts of equal pages for several formats, with the fewest unused bytes.
 
@@ -64,6 +65,7 @@ def fit(
         scores: pages hold a float32 score per token.
         positions: pages hold an int32 position per token.
         bounds: pages of the only format hold bounds of their keys.
+        coded: they hold codes of their keys in the place of bounds.
 
     Raises:
         ValueError: no format, tokens below 1, or a page of twice as many tokens is still smaller
@@ -80,7 +82,7 @@ def fit(
             f"pages of {len(formats)} formats are to have bounds of their keys; give one format"
         )
     if bounds:
-        return (PageLayout.sized(first, blocks * first.block, scores, positions, bounds),)
+        return (PageLayout.sized(first, blocks * first.block, scores, positions, bounds, coded),)
     beside = 4 * (scores + positions)
     bytes_of = [form.nbytes + form.block * beside for form in formats]
     if 2 * blocks * bytes_of[0] < max(bytes_of):

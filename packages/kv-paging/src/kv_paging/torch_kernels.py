@@ -203,9 +203,12 @@ def weakest(
 
 
 def bound(
-    pages: PagedTokens, count: Int[Tensor, " S"], both: BFloat16[Tensor, "*T _"], most: int
+    pages: PagedTokens,
+    count: Int[Tensor, " S"],
+    both: BFloat16[Tensor, "*T _"] | UInt8[Tensor, "*T _"],
+    most: int,
 ) -> None:
-    """Bound keys; synchronizes with the device to list the pages."""
+    """Bound keys, or encode them; synchronizes with the device to list the pages."""
     bound_decoded(read, pages, count, both)
 
 

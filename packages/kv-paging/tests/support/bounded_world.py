@@ -1,9 +1,10 @@
-"""Random operations on a tier whose bounds of keys are kept."""
+"""Random operations on a tier whose bounds of keys are kept, or codes of them."""
 
 from dataclasses import dataclass
 
 import torch
 
+from key_code_reference import check_codes
 from kv_paging import PagePool, Tiers
 from kv_paging.bounding import bounds_in
 from kv_policy import DROP, NOBODY, PageLayout, RawCodec, TokenFormat
@@ -11,6 +12,7 @@ from kv_policy import DROP, NOBODY, PageLayout, RawCodec, TokenFormat
 RAW = TokenFormat(RawCodec(4, torch.float32), RawCodec(2, torch.float32))
 LAYOUT = PageLayout.sized(RAW, 4, scores=True, positions=True)
 IN_PAGES = PageLayout.sized(RAW, 4, scores=True, positions=True, bounds=True)
+CODED = PageLayout.sized(RAW, 4, scores=True, positions=True, bounds=True, coded=True)
 HEADS = 2
 
 
@@ -20,13 +22,21 @@ class World:
 
     seed: int
     tiers: Tiers
+    coded: bool = False
 
     @classmethod
-    def of(cls, seed: int, kernels: str | None = None, layout: PageLayout = LAYOUT) -> "World":
+    def of(
+        cls,
+        seed: int,
+        kernels: str | None = None,
+        layout: PageLayout = LAYOUT,
+        coded: bool | None = None,
+    ) -> "World":
         pool = PagePool(layout.nbytes, 0, grows=True, poison=True, kernels=kernels)
         tiers = Tiers(pool, [layout], 2, 2, HEADS)
-        tiers.stores[0].keep_bounds()
-        world = cls(seed, tiers)
+        coded = layout.coded if coded is None else coded
+        tiers.stores[0].keep_bounds(coded)
+        world = cls(seed, tiers, coded)
         torch.manual_seed(seed)
         return world
 
@@ -91,7 +101,7 @@ class World:
 
     def another(self) -> Tiers:
         other = Tiers(self.tiers.pool, [self.layout], 2, 1, HEADS)
-        other.stores[0].keep_bounds()
+        other.stores[0].keep_bounds(self.coded)
         return other
 
     def join(self) -> None:
@@ -139,6 +149,9 @@ class World:
                     both = bounds_in(store.pool.padded, self.layout)[int(page)]
                 else:
                     both = store.bounds.both[row, at]
+                if self.coded:
+                    check_codes(both, keys)
+                    continue
                 high, low = both.float().split(4)
                 for bound, true in ((high, keys.amax(0)), (-low, -keys.amin(0))):
                     assert (bound >= true).all()

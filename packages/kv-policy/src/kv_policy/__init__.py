@@ -52,7 +52,7 @@ from kv_policy.lifecycle import Observe, Replan, Replay, Running, RunningMean, R
 from kv_policy.pages import PagedTokens, PageLayout, TileCounts
 from kv_policy.part import Parameter, Part
 from kv_policy.raw import Raw, RawCodec, Uncompressed
-from kv_policy.reading import PageReading
+from kv_policy.reading import PageReading, RankedBy
 from kv_policy.registry import BrokenPolicyError, Registry, UnknownPolicyError, installed, load
 from kv_policy.same_shape import SameShape, keeps_shape
 from kv_policy.selecting import Selecting
@@ -103,6 +103,7 @@ __all__ = [
     "PlanView",
     "PlaneLayout",
     "Queries",
+    "RankedBy",
     "Raw",
     "RawCodec",
     "Registry",

@@ -8,6 +8,7 @@ from jaxtyping import Int, UInt8
 from torch import Tensor
 
 from kv_policy.codec import TokenFormat
+from kv_policy.key_codes import code_bytes
 
 ALIGNED: Final = 16  # bytes: bounds in pages begin at a multiple, and so do the pages
 BOUND: Final = 2  # bytes of a bound of a channel
@@ -20,8 +21,9 @@ class PageLayout:
     A page is a sequence of segments, one per part of the format (key codes, key metadata, value
     codes, value metadata for an integer format), each `tokens / block` rows of that part; then,
     where the policy needs them, a float32 score and an int32 position per token. This is the
-    unified page of LeanKV section 5.2. A page may end with bounds of its keys: two bfloat16 numbers
-    per channel, for policies that read by them. Bytes after the last segment are unused.
+    unified page of LeanKV section 5.2. A page may end with bounds of its keys, two bfloat16 numbers
+    per channel, or with codes of them, for policies that read by them. Bytes after the last segment
+    are unused.
 
     Attributes:
         format: How a token is stored.
@@ -31,6 +33,8 @@ class PageLayout:
         positions: Whether each token has its position.
         bounds: Whether a page has bounds of its keys: the largest number of each channel, then the
             smallest.
+        coded: Whether it has codes of its keys (`kv_policy.key_codes`) in their place; only with
+            `bounds`.
         rows: Blocks in a page.
         segments: (offset, rows, bytes per row) of each part of the format, in order.
         score_offset: Byte where the float32 scores start; meaningful where `scores` is set.
@@ -46,6 +50,7 @@ class PageLayout:
     scores: bool = False
     positions: bool = False
     bounds: bool = False
+    coded: bool = False
     rows: int = field(init=False, repr=False, compare=False)
     segments: tuple[tuple[int, int, int], ...] = field(init=False, repr=False, compare=False)
     score_offset: int = field(init=False, repr=False, compare=False)
@@ -65,6 +70,8 @@ class PageLayout:
             raise ValueError(
                 f"{self.tokens} tokens take {self.used} bytes and the page has {self.nbytes}"
             )
+        if self.coded and not self.bounds:
+            raise ValueError("codes of keys are in the place of bounds; give bounds=True, too")
         if self.bounds and self.nbytes % ALIGNED:
             raise ValueError(
                 f"a page of {self.nbytes} bytes is to have bounds of its keys; it must have a "
@@ -79,12 +86,13 @@ class PageLayout:
         scores: bool = False,
         positions: bool = False,
         bounds: bool = False,
+        coded: bool = False,
     ) -> "PageLayout":
         """Lay out a page that holds exactly `tokens` tokens, without padding but that of bounds."""
         nbytes = tokens // format.block * format.nbytes + 4 * tokens * (scores + positions)
         if bounds:
-            nbytes = _aligned(_aligned(nbytes) + 2 * BOUND * format.key.dim)
-        return cls(format, tokens, nbytes, scores, positions, bounds)
+            nbytes = _aligned(_aligned(nbytes) + bound_bytes(format.key.dim, tokens, coded))
+        return cls(format, tokens, nbytes, scores, positions, bounds, coded)
 
     @classmethod
     def fitted(
@@ -100,8 +108,8 @@ class PageLayout:
 
     @property
     def bound_bytes(self) -> int:
-        """Bytes of the bounds in a page."""
-        return 2 * BOUND * self.format.key.dim if self.bounds else 0
+        """Bytes of the bounds in a page, or of the codes of its keys."""
+        return bound_bytes(self.format.key.dim, self.tokens, self.coded) if self.bounds else 0
 
     @property
     def token_bytes(self) -> float:
@@ -122,6 +130,11 @@ class PageLayout:
         object.__setattr__(self, "bound_offset", _aligned(end))
         used = _aligned(end) + self.bound_bytes if self.bounds else end
         object.__setattr__(self, "used", used)
+
+
+def bound_bytes(dim: int, tokens: int, coded: bool) -> int:
+    """Return the bytes of the bounds of a page, or of the codes of its keys, which have `dim`."""
+    return code_bytes(dim, tokens) if coded else 2 * BOUND * dim
 
 
 def _aligned(nbytes: int) -> int:

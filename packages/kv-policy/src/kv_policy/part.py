@@ -4,7 +4,17 @@ import dataclasses
 import re
 import types
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Final, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Final,
+    Literal,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import msgspec
 
@@ -260,7 +270,7 @@ def _checked(value: Any, hint: Any) -> Any:
     if value is None and type(None) in _choices(hint):
         return None
     if Budget not in _choices(hint):
-        return msgspec.convert(value, hint)
+        return _converted(value, hint)
     if not isinstance(value, Budget):
         raise ValueError("expected a Budget, such as Budget(1024)")
     return value
@@ -273,7 +283,17 @@ def _read(text: str, hint: Any) -> Any:
     raw = re.sub(r"\\(.)", r"\1", text, flags=re.DOTALL)
     if Budget in _choices(hint):
         return Budget.parse(raw)
-    return msgspec.convert(raw, hint, strict=str in map(_plain, _choices(hint)))
+    return _converted(raw, hint, strict=str in map(_plain, _choices(hint)))
+
+
+def _converted(value: Any, hint: Any, strict: bool = True) -> Any:
+    try:
+        return msgspec.convert(value, hint, strict=strict)
+    except msgspec.ValidationError:
+        words = _plain(hint)
+        if get_origin(words) is not Literal:
+            raise
+        raise ValueError(f"use one of {', '.join(map(str, get_args(words)))}") from None
 
 
 def _write(value: object) -> str:

@@ -2,13 +2,14 @@
 
 import math
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal, get_args
 
 from jaxtyping import Int
 from torch import Tensor
 
 from kv_policy.budget import LARGEST, Budget
 
+RankedBy = Literal["bounds", "codes"]
 NEAR: Final = 1e-6  # of a page: a share that is a whole number, but for rounding, is not rounded up
 
 
@@ -16,28 +17,33 @@ NEAR: Final = 1e-6  # of a page: a share that is a whole number, but for roundin
 class PageReading:
     """A limit of the pages that a decode step reads of each KV head, in a layer and a sequence.
 
-    Read are the pages in which some query of the head may find the largest logits, by bounds of
-    the keys in a page (Tang et al. 2024, Quest), and pages that are always read. Prompts read all
-    pages.
+    Read are the pages in which some query of the head may find the largest logits, and pages that
+    are always read. Pages are ranked by bounds of their keys (Tang et al. 2024, Quest), or by codes
+    of each key. Prompts read all pages.
 
     Attributes:
         budget: stored tokens per KV head, in whole pages, or a percentage of its pages.
         first: pages with one of the first `first` stored tokens are always read.
         last: the same of the last ones. The page that new tokens are appended to is always read.
         whole_layers: number of first layers that read all pages.
+        by: what ranks pages: "bounds", the largest and the smallest number of each channel of
+            their keys, or "codes" of their keys (`kv_policy.key_codes`).
     """
 
     budget: Budget
     first: int = 0
     last: int = 0
     whole_layers: int = 0
+    by: RankedBy = "bounds"
 
     def __post_init__(self) -> None:
         """Check the numbers.
 
         Raises:
-            ValueError: a number is negative, or the budget is in bytes.
+            ValueError: a number is negative, the budget is in bytes, or nothing ranks pages so.
         """
+        if self.by not in get_args(RankedBy):
+            raise ValueError(f"by is {self.by!r}; pages are ranked by bounds or codes")
         if self.budget.unit == "bytes":
             raise ValueError(
                 f"{self.budget} is a number of bytes; give tokens per KV head, such as 1024, or a "
@@ -67,6 +73,11 @@ class PageReading:
         if self.budget.unit != "tokens":
             return LARGEST
         return min(LARGEST, math.ceil(self.budget.amount / tokens))
+
+    @property
+    def coded(self) -> bool:
+        """Whether pages are ranked by codes."""
+        return self.by == "codes"
 
     @property
     def share(self) -> float | None:

@@ -85,7 +85,7 @@ class Batch:
         )
         tiers = layout.tiers(pool, sequences)
         if policy.reading is not None:
-            tiers.parts[0].keep_bounds()
+            tiers.parts[0].keep_bounds(policy.reading.coded)
         scores = policy.selector is not None
         return cls(
             layout=layout,

@@ -55,9 +55,10 @@ class Layout:
         if bases is not None:
             kind, shapes = bases.kinds
         _expect_bounds(policy, len(shapes))
-        extra, bounds = policy.selector is not None, pooled and policy.reading is not None
+        reading, extra = policy.reading, policy.selector is not None
+        bounds, coded = pooled and reading is not None, pooled and bool(reading and reading.coded)
         formats = [form for each in shapes for form in tier_formats(policy, each)]
-        pages = fit(formats, page_tokens, extra, extra, bounds)
+        pages = fit(formats, page_tokens, extra, extra, bounds, coded)
         tiers = len(formats) // len(shapes)
         window = policy.formats.window if policy.formats is not None else 0
         split = tuple(pages[i : i + tiers] for i in range(0, len(pages), tiers))

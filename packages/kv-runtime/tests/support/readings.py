@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from kv_attention import PageBounds, select_pages
+from kv_attention.page_bounds import decoded_keys
 from kv_attention.reading_reference import select_pages as by_definition
 from kv_paging import PagePool
-from kv_policy import Budget, KVPolicy, PagedTokens, PageReading, Part
+from kv_policy import Budget, KVPolicy, PagedTokens, PageReading, Part, RankedBy
+from kv_policy.key_codes import code_rotation
 from kv_runtime import Bases, Layout
 from kv_runtime.cache import PolicyCache
 from tiered_policies import SHAPE
@@ -22,11 +24,12 @@ class Reads(Part):
     name: ClassVar[str] = "reads"
     tokens: int = 0  # 0: all
     whole: int = 0
+    by: RankedBy = "bounds"
 
     @property
     def reading(self) -> PageReading:
         budget = Budget(self.tokens) if self.tokens else Budget(100, "percent")
-        return PageReading(budget, whole_layers=self.whole)
+        return PageReading(budget, whole_layers=self.whole, by=self.by)
 
 
 @dataclass
@@ -80,17 +83,25 @@ def bases_of(policy: KVPolicy) -> Bases | None:
 
 
 def check_bounds(cache: PolicyCache) -> None:
-    """Compare the bounds with the keys that are stored."""
+    """Compare the bounds, or the codes, with the keys that are stored."""
     store = cache.batch.tiers.parts[0]
     tokens, found = store.layout.tokens, store.read(store.table_rows(), frozenset({"keys"}))
-    both = store.bounds.both.float()
+    both, dim = store.bounds.both, found.key.shape[-1]
     if store.bounds.in_pages:
         both = both[store.page_table.ids.long()]
-    high, low = both.chunk(2, -1)
+    coded = both.dtype == torch.uint8
+    rotation = code_rotation(dim, torch.device("cpu"))
+    high, low = (both, both) if coded else both.float().chunk(2, -1)
     for row, count in enumerate(store.bounds.count.tolist()):
         for at in range(count):
             slots = slice(at * tokens, (at + 1) * tokens)
             keys = found.key[row, slots][found.held[row, slots]]
+            if coded:  # the product with the key itself is exact
+                mine = decoded_keys(both[row, at][None, None, None], dim, tokens)[0, 0, 0]
+                mine = mine[found.held[row, slots]] * (keys.float() @ rotation)
+                size = keys.float().square().sum(-1)
+                torch.testing.assert_close(mine.sum(-1), size, rtol=2e-3, atol=1e-5)
+                continue
             assert (keys <= high[row, at]).all()
             assert (keys >= low[row, at]).all()
 

@@ -1,5 +1,6 @@
 """Low-rank bases for the keys and values of each head, and the choice of their ranks."""
 
+from kv_policy.orthogonal import spreading
 from kv_svd.calibration import Calibration
 from kv_svd.channel_scale import ChannelScale
 from kv_svd.file import Facts, load, load_facts, save
@@ -15,7 +16,6 @@ from kv_svd.fit import (
 )
 from kv_svd.hadamard import Hadamard
 from kv_svd.kq_svd import KqSvd, best_pair
-from kv_svd.orthogonal import spreading
 from kv_svd.palu import Palu
 from kv_svd.rates import Allotment, at_rate, at_removal, greatest_rate, levels, uniform
 from kv_svd.statistics import LayerStatistics, Statistics, nothing_seen

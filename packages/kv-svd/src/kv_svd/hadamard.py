@@ -11,12 +11,12 @@ from msgspec import Meta
 from torch import Tensor
 
 from kv_policy import CacheShape, HeadBasis, LayerBasis, Part
+from kv_policy.orthogonal import spreading
 from kv_policy.tensor_files import Stamp, stamp
 from kv_svd.file import Facts, load, load_facts
 from kv_svd.fit import Moments
 from kv_svd.fitted import cut, expect_file, expect_fits
 from kv_svd.kq_svd import best_pair
-from kv_svd.orthogonal import spreading
 from kv_svd.statistics import LayerStatistics
 
 
@@ -26,7 +26,7 @@ class Hadamard(Part):
 
     Each coordinate is a mean of all dimensions, so a channel of outliers no longer sets the scale
     of a token. The matrix is the same for all heads, and needs no calibration: a Hadamard matrix,
-    or the densest one of the head's width (`kv_svd.orthogonal`). Random signs, as in QuaRot,
+    or the densest one of the head's width (`kv_policy.orthogonal`). Random signs, as in QuaRot,
     hardly change the error, so there are none.
 
     With a file, the mean key of each head is subtracted first. This changes all logits of a query

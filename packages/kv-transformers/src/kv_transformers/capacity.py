@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from kv_paging import bound_bytes
 from kv_policy import CacheShape, KVPolicy
+from kv_policy.pages import bound_bytes
 from kv_runtime import Account, Bases, Layout, check_basis, chunk_budget, request_pages
 from kv_transformers.layers import LayerCache, layer_caches
 from kv_transformers.support import LayerSizes, stored_shape
@@ -120,7 +120,10 @@ class ModelMemory:
         if chunk_budget(policy) is not None:
             read = kept
         page = account.page_bytes
-        bounds = 0 if policy.reading is None else kept * bound_bytes(layout.shape.key_dim)
+        pages, bounds = layout.pages[0][0], 0
+        if policy.reading is not None:
+            dim = pages.format.key.dim
+            bounds = kept * bound_bytes(dim, pages.tokens, policy.reading.coded)
         prompt = max(kept, read) * page + bounds
         return Capacity(context, kept * page + bounds, prompt, self._others(context))
 

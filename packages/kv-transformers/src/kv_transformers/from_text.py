@@ -90,16 +90,18 @@ def held(cache: "Cache") -> CacheSize:
     Bounds of the keys in pages are computed in the first decode step; before it, those of all
     pages of the tier are counted as if they were there.
     """
-    from kv_paging import bound_bytes
+    from kv_policy.pages import bound_bytes
     from kv_transformers.cache import CompressedCache
     from kv_transformers.layers import cache_bytes
 
     if isinstance(cache, CompressedCache):
         report, later = cache.memory(), 0
         batch = cache.runtime.batch
-        if cache.policy.reading is not None and batch is not None:
-            bounds = batch.tiers.pages_used * bound_bytes(batch.shape.key_dim)
-            later = max(0, bounds - report.bound_bytes)
+        reading = cache.policy.reading
+        if reading is not None and batch is not None:
+            pages = batch.layout.pages[0][0]
+            each = bound_bytes(pages.format.key.dim, pages.tokens, reading.coded)
+            later = max(0, batch.tiers.pages_used * each - report.bound_bytes)
         kept = report.tokens.transpose(0, 1).tolist()
         return CacheSize(
             report.total_bytes + later,

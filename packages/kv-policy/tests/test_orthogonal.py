@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_svd.orthogonal import hadamard, spreading
+from kv_policy.orthogonal import hadamard, spreading
 
 
 @given(order=st.integers(1, 260))
