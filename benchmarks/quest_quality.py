@@ -2,8 +2,8 @@
 
 All policies store tokens in `k8v4` and keep every one, but those with kv-compress, which keep half
 of them. Pages are ranked by bounds of their keys, or by codes of 2 bits per dimension of each key;
-bytes have these, which the first decode step computes. Prompts are read
-whole, so the needle's question is asked after the prompt alone.
+bytes have these, which the first decode step computes. Prompts are read whole, so the needle's
+question is asked after the prompt alone.
 """
 
 from collections.abc import Mapping
