@@ -45,6 +45,7 @@ from kv_policy import (
     TokenFormat,
     parse,
 )
+from kv_policy.key_codes import code_bytes
 
 BATCH, HEADS, GROUP, DIM, TOKENS, LENGTH = 4, 8, 4, 128, 16, 2048
 SAME = (DIM, DIM)  # dimensions of keys and of values
@@ -169,6 +170,8 @@ def pages(name: str) -> None:
     for lead in ((table_rows, 2), (len(pool.padded),)):  # by column, and by page
         bounds = torch.empty(*lead, 2 * DIM, dtype=torch.bfloat16)
         triton_kernels.bound(whole, before, bounds, 1)
+        codes = torch.empty(*lead, code_bytes(DIM, TOKENS), dtype=torch.uint8)
+        triton_kernels.bound(whole, before, codes, 1)
     tier = torch.zeros(table_rows, dtype=torch.uint8)
     new = NewTokens(vector[:, 0], vector[:, 0], score[:, 0], place[:, 0])
     moved = both.work(
@@ -184,8 +187,10 @@ def reading(group: int, dim: int, budget: Budget, dtype: torch.dtype) -> None:
     read = PageReading(budget, 4, 16)
     for lead in ((BATCH, HEADS, columns), (BATCH * HEADS * columns,)):  # by column, and by page
         both = torch.empty(*lead, 2 * dim, dtype=torch.bfloat16)
-        bounds = PageBounds(both, count, missing=0)
-        select(q, pages_of("k8v4", (dim, dim)), bounds, read, columns // 4)
+        codes = torch.empty(*lead, code_bytes(dim, TOKENS), dtype=torch.uint8)
+        for each in (both, codes):
+            bounds = PageBounds(each, count, missing=0)
+            select(q, pages_of("k8v4", (dim, dim)), bounds, read, columns // 4)
 
 
 def gate(layers: int, units: int) -> None:

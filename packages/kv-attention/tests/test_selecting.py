@@ -13,9 +13,11 @@ from attention_cases import Case, random_case
 from kernel_keys import compiled_keys, misaligned
 from kv_attention import PageBounds, logit_bounds, select_pages
 from kv_attention.gpu.backend import selection_declined
+from kv_attention.page_bounds import code_logits
 from kv_attention.page_selection import most_read, selected
 from kv_attention.reading_reference import select_pages as by_definition
 from kv_policy import Budget, PagedTokens, PageLayout, PageReading, RawCodec, TokenFormat
+from kv_policy.key_codes import code_rotation, code_rows
 from launched_kernels import Operations, launched
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -56,8 +58,12 @@ def drawn(
     reverse: bool = False,
     dtype: torch.dtype = torch.float32,
     whole: bool = False,
+    coded: bool = False,
 ) -> Given:
-    """Draw queries, table rows without tokens, and bounds; `whole` numbers have exact sums."""
+    """Draw queries, table rows without tokens, and bounds; `whole` numbers have exact sums.
+
+    `coded`: codes of keys in place of bounds.
+    """
     g = torch.Generator().manual_seed(seed)
     form = TokenFormat(RawCodec(D, torch.float32), RawCodec(1, torch.float32))
     layout = PageLayout.sized(form, tokens)
@@ -71,16 +77,23 @@ def drawn(
     if whole:
         centre, half, q = ((2 * x).round() for x in (centre, half, q))
     both = torch.cat((centre + half.abs(), centre - half.abs()), -1).bfloat16()
+    if coded:
+        nbytes = 4 * code_rows(D) * tokens
+        codes = torch.randint(0, 256, (B, H, width, nbytes), generator=g, dtype=torch.uint8)
+        scale = (0.2 + torch.rand(B, H, width, tokens, generator=g)).half()
+        both = torch.cat((codes, scale.view(torch.uint8)), -1)
     count = (length // tokens - missing).clamp(min=0)
     known = torch.arange(width) < count[..., None]
-    both = both.masked_fill(~known[..., None], torch.nan)  # memory that nothing was written to
+    nothing = 255 if coded else torch.nan  # memory that nothing was written to
+    both = both.masked_fill(~known[..., None], nothing)
     return q.to(dtype), pages, PageBounds(both, count, missing)
 
 
 def in_pages(pages: PagedTokens, bounds: PageBounds) -> PageBounds:
     """Return the same bounds by page, with NaN in pages that have none; rows are aligned."""
     *_, width, dims = bounds.both.shape
-    every = torch.full((pages.table.numel(), dims + -dims % 8 + 8), torch.nan, dtype=torch.bfloat16)
+    wide, nothing = dims + -dims % 16 + 16, 255 if bounds.coded else torch.nan
+    every = torch.full((pages.table.numel(), wide), nothing, dtype=bounds.both.dtype)
     table = pages.table.flip(2) if pages.reverse else pages.table
     every[table[..., :width].flatten().long(), :dims] = bounds.both.flatten(0, 2)
     return replace(bounds, both=every[:, :dims])
@@ -137,14 +150,21 @@ def test_pages_are_those_of_the_definition(seed, shape, reading, told, inside) -
             assert behind.shape == found.table.shape
 
 
-@settings(max_examples=40)
-@given(st.integers(0, 999), SHAPES, READINGS)
-def test_a_page_that_is_read_in_place_of_another_is_as_good(seed, shape, reading) -> None:
-    q, pages, bounds = given = drawn(seed, **shape)
+@settings(max_examples=60)
+@given(st.integers(0, 999), SHAPES, READINGS, st.booleans(), st.booleans())
+def test_a_page_that_is_read_in_place_of_another_is_as_good(
+    seed, shape, reading, coded, inside
+) -> None:
+    q, pages, bounds = given = drawn(seed, **shape, coded=coded)
+    if inside:
+        given = q, pages, in_pages(pages, bounds)
     found, expected = found_by(given, reading), by_definition(*given, reading)
     assert found.length.tolist() == expected.length.tolist()
     rows = zip(listed(found), listed(expected), listed(pages), strict=True)
-    upper = logit_bounds(q.double(), bounds.both).flatten(0, 1)
+    tokens = pages.layout.tokens
+    upper = code_logits(q.double(), bounds.both, tokens) if coded else None
+    upper = logit_bounds(q.double(), bounds.both) if upper is None else upper
+    upper = upper.flatten(0, 1)
     count = bounds.count.flatten().tolist()
     for r, (mine, other, every) in enumerate(rows):
         assert sorted(mine, key=every.index) == mine  # in their order, each once
@@ -155,7 +175,9 @@ def test_a_page_that_is_read_in_place_of_another_is_as_good(seed, shape, reading
             continue
         below = (known - known.amax(-1, keepdim=True)).amax(0)
         of = {page: float(below[i]) for i, page in enumerate(every[: count[r]])}
-        least = min(of[page] for page in other if page in of)
+        last = (int(pages.length.flatten()[r]) - reading.last) // tokens  # all are read from there
+        ranked = set(other) & set(every[-(-reading.first // tokens) : max(last, 0)])
+        least = min(of[page] for page in ranked if page in of)
         for page in set(mine) ^ set(other):
             assert abs(of[page] - least) < 1e-5 * (1 + float(known.abs().amax()))
 
@@ -236,9 +258,11 @@ def test_a_share_of_all_pages_is_known_without_a_launch() -> None:
     assert not kernels
 
 
-def test_a_selection_takes_two_launches_and_the_host_reads_nothing() -> None:
-    """Everything is on `meta`, where a read raises."""
-    q, pages, bounds = drawn(3, B=2, H=2, G=2, D=16)
+@pytest.mark.parametrize("coded", [False, True])
+def test_a_selection_takes_two_launches_and_the_host_reads_nothing(coded) -> None:
+    """Everything is on `meta`, where a read raises. Queries are rotated in another launch."""
+    q, pages, bounds = drawn(3, B=2, H=2, G=2, D=16, coded=coded)
+    code_rotation(16, torch.device("meta"))  # as whoever keeps codes does
     pages = replace(pages, length=pages.length.int())
     given = on("meta", q.contiguous(), pages, bounds)
     reading = PageReading(Budget(50, "percent"), 4, 16)
@@ -248,7 +272,8 @@ def test_a_selection_takes_two_launches_and_the_host_reads_nothing() -> None:
         Operations() as operations,
     ):
         found = select_pages(*given, reading, "triton")
-    assert [name for name, _ in kernels] == ["bound_logits_kernel", "select_pages_kernel"]
+    before = ["turn_kernel", "code_logits_kernel"] if coded else ["bound_logits_kernel"]
+    assert [name for name, _ in kernels] == [*before, "select_pages_kernel"]
     assert {device for _, device in kernels} == {torch.device("meta")}
     views = {"as_strided", "slice", "unsqueeze", "view", "detach"}
     assert set(operations.found) <= {"empty", "empty_like", *views}
@@ -283,12 +308,26 @@ def test_equal_scores_and_numbers_that_are_none() -> None:
     assert 2 in listed(found_by(given, reading))[0]
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
+def test_a_query_that_is_not_finite_reads_the_first_pages() -> None:
+    for strange in (torch.nan, torch.inf, -torch.inf):
+        q, pages, bounds = drawn(2, G=2, D=17, tokens=4, coded=True)
+        q[0, 0, 1, 3] = strange
+        given, reading = (q, pages, bounds), PageReading(Budget(12))
+        expected = [listed(pages)[0][:2]]
+        for found in (found_by(given, reading), selected(*given, reading)):
+            assert [row[:2] for row in listed(found)] == expected
+
+
+@pytest.mark.parametrize("coded", [False, True])
 @pytest.mark.parametrize("D", [128, 40, 5])
-def test_kernels_are_compiled_once(D) -> None:
+def test_kernels_are_compiled_once(D, coded) -> None:
     reading = PageReading(Budget(12.5, "percent"), 4, 16)
     with compiled_keys() as keys:
         for B, width in ((1, 3), (2, 17), (16, 64), (3, 100)):
-            q, pages, bounds = drawn(B, B=B, H=2, G=4, D=D, width=width, dtype=torch.bfloat16)
+            given = dict(B=B, H=2, G=4, D=D, width=width, dtype=torch.bfloat16)
+            q, pages, bounds = drawn(B, **given, coded=coded)
             pages = replace(pages, longest=4 * width)
             for made in (False, True):
                 if made:
@@ -299,7 +338,6 @@ def test_kernels_are_compiled_once(D) -> None:
                         bounds, both=misaligned(bounds.both), count=misaligned(bounds.count)
                     )
                 select_pages(q, pages, bounds, reading, "triton")
-    assert {name: len(found) for name, found in keys.items()} == {
-        "bound_logits_kernel": 1,
-        "select_pages_kernel": 1,
-    }
+    before = ["turn_kernel", "code_logits_kernel"] if coded else ["bound_logits_kernel"]
+    names = [*before, "select_pages_kernel"]
+    assert {name: len(found) for name, found in keys.items()} == dict.fromkeys(names, 1)

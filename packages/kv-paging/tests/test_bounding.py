@@ -8,9 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bounded_world import IN_PAGES, LAYOUT, World
+from bounded_world import CODED, IN_PAGES, LAYOUT, World
+from key_code_reference import check_codes, codes_in
 from kv_paging import PagePool, Tiers, torch_kernels, triton_kernels
 from kv_policy import PagedTokens, PageLayout
+from kv_policy.key_codes import code_bytes
 from page_twins import vectors
 from triton_cases import Both, form, one_store
 
@@ -69,7 +71,52 @@ def test_bounds_are_those_of_torch(seed, kind, dim, tokens, lengths, most, holes
     torch.testing.assert_close(*found, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("layout", [LAYOUT, IN_PAGES], ids=["beside", "inside"])
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(
+    st.integers(0, 99),
+    st.sampled_from(KINDS),
+    st.sampled_from([1, 5, 32, 65]),
+    st.sampled_from([1, 3, 16, 20]),
+    st.lists(st.integers(0, 50), min_size=1, max_size=3),
+    st.sampled_from([1, 2, 9]),
+    st.booleans(),
+    st.booleans(),
+)
+def test_codes_are_of_the_stored_keys(
+    seed, kind, dim, tokens, lengths, most, holes, by_page
+) -> None:
+    """Of the pages that have none; others keep theirs. Slots of no position are empty."""
+    _, store = filled(kind, dim, tokens, [*lengths, 1], seed).each
+    whole, nbytes = replace(store.whole(), holes=holes), code_bytes(dim, tokens)
+    full = store.length.flatten().long() // tokens
+    g = torch.Generator().manual_seed(seed)
+    count = (torch.rand(len(full), generator=g).to(full.device) * full).long()
+    lead: tuple[int, ...] = (len(count), whole.table.shape[2] + 1)
+    codes = torch.full((*lead, nbytes), 7, dtype=torch.uint8, device=count.device)
+    if by_page:  # pages are aligned
+        codes = codes.new_full((len(whole.data), nbytes + -nbytes % 16 + 16), 7)[:, :nbytes]
+    triton_kernels.bound(whole, count, codes, most)
+    every = torch.arange(len(full), device=full.device)
+    found = torch_kernels.read(whole, every, int(full.max()) * tokens, frozenset({"keys"}))
+    assert found.key is not None
+    written = torch.zeros(codes.shape[:-1], dtype=torch.bool)
+    for row, (first, last) in enumerate(zip(count.tolist(), full.tolist(), strict=True)):
+        for column in range(first, last):
+            at = (row, column)
+            if by_page:
+                at = (int(whole.table.flatten(0, 1)[row, column]),)
+            written[at] = True
+            slots = slice(column * tokens, (column + 1) * tokens)
+            held = found.held[row, slots].cpu()
+            page, key = codes[at].cpu(), found.key[row, slots].cpu()
+            if held.any():
+                check_codes(page, key.where(held[:, None], key[int(held.int().argmax())]))
+            else:
+                assert codes_in(page, tokens, dim)[1].tolist() == [0] * tokens
+    assert (codes.cpu()[~written] == 7).all()
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, IN_PAGES, CODED], ids=["beside", "inside", "codes"])
 def test_a_store_knows_which_pages_have_none(layout: PageLayout) -> None:
     """After random operations, as `test_key_bounds` does; each page is bounded in one launch."""
     world = World.of(5, kernels="triton", layout=layout)

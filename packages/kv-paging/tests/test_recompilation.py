@@ -6,6 +6,7 @@ import torch
 from kernel_keys import compiled_keys, misaligned
 from kv_paging import NewTokens, PagePool, Placement, Tiers, TokenWrite, fit, triton_kernels
 from kv_policy import PageLayout, RunningMean
+from kv_policy.key_codes import code_bytes
 from triton_cases import form
 
 # Sequences, tokens of each and columns of the tables, with 1 and multiples of 16.
@@ -44,6 +45,8 @@ def launch(B: int, count: int, columns: int, dim: int) -> None:
     triton_kernels.weakest(whole, every, count, every)
     bounds = misaligned(torch.zeros(table_rows, columns, 2 * dim, dtype=torch.bfloat16))
     triton_kernels.bound(whole, misaligned(torch.zeros(table_rows).long()), bounds, columns)
+    codes = torch.zeros(table_rows, columns, code_bytes(dim, TOKENS), dtype=torch.uint8)
+    triton_kernels.bound(whole, misaligned(torch.zeros(table_rows).long()), codes, columns)
     tier = misaligned(torch.zeros(table_rows, dtype=torch.uint8))
     new = NewTokens(vector[:, 0], vector[:, 0], score[:, 0], place[:, 0])
     work = both.work(Placement(tier, tier, tier + 1), torch.zeros(2, table_rows).long(), new)
@@ -56,6 +59,6 @@ def test_every_kernel(dim: int) -> None:
         for B, count, columns in SIZES:
             launch(B, count, columns, dim)
     found = {name: len(each) for name, each in keys.items()}
-    assert len(found) == 13
+    assert len(found) == 14
     # Tokens of a prompt are written by one kernel, and those of a step by another.
     assert {name: count for name, count in found.items() if count > 1} == {"write_kernel": 2}

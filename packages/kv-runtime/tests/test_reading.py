@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from unittest.mock import patch
 
 import pytest
@@ -231,7 +231,7 @@ def test_bytes_of_bounds_are_in_the_report() -> None:
     assert memory.bound_bytes == store.bounds.nbytes > 12 * 7 * 2 * 6 * 2
     parts = memory.pages_held_bytes + memory.table_bytes + memory.window_bytes
     assert memory.total_bytes == parts + memory.bound_bytes
-    assert "bounds of pages" in repr(memory)
+    assert "bounds or codes of keys" in repr(memory)
     shared = over_pool(Reads(8))
     steps(shared, (ragged(31, 18), one()))
     memory, page = shared.memory(), shared.layout.pages[0][0]
@@ -265,6 +265,9 @@ def test_what_cannot_have_bounds_is_refused() -> None:
         PolicyCache(_Two(), SHAPE, page_tokens=4)
     with pytest.raises(ValueError, match=r"keeps bounds of the pages of one format, and has 2"):
         Layout.of(_Two(), SHAPE, None, 4, pooled=True)
+    long = replace(SHAPE, key_dim=576)
+    with pytest.raises(ValueError, match=r"have 576 dimensions here; .* use by=bounds, or"):
+        PolicyCache(Reads(8, by="codes"), long, page_tokens=4, backend="triton")
     blocks = compose(Exact(1, block=4), Reads(8))
     with pytest.raises(ValueError, match=r"waits for the device .* use backend='torch'"):
         PolicyCache(blocks, SHAPE, page_tokens=4, backend="triton")

@@ -39,13 +39,15 @@ def poisoned(cache: PolicyCache) -> None:
     pool.poison = True
 
 
-@pytest.mark.parametrize("name", KEEPING)
-def test_pages_are_selected_by_true_bounds_and_no_other_is_read(name, watched) -> None:
+@pytest.mark.parametrize(
+    ("name", "by"), [*((name, "bounds") for name in KEEPING), ("evicted again", "codes")]
+)
+def test_pages_are_selected_by_true_bounds_and_no_other_is_read(name, by, watched) -> None:
     """Rows of unlike lengths; what is not read and what is free is NaN, and attention is not."""
     outputs = []
     for backend in ("triton", "torch"):
         torch.manual_seed(7)
-        policy = compose(KEEPING[name], Reads(8))
+        policy = compose(KEEPING[name], Reads(8, by=by))
         cache = PolicyCache(policy, SHAPE, pages=400, page_tokens=4, backend=backend)
         outputs.append(steps(cache, [ragged(31, 18)]))
         poisoned(cache)
@@ -83,7 +85,12 @@ def test_rows_that_are_read_whole_beside_others_have_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["quest:budget=8,whole=0", "kv-compress:keep=50%+k8v4+quest:budget=25%,whole=1"]
+    "text",
+    [
+        "quest:budget=8,whole=0",
+        "quest:budget=8,whole=0,by=codes",
+        "kv-compress:keep=50%+k8v4+quest:budget=25%,whole=1",
+    ],
 )
 def test_a_step_reads_nothing_that_the_device_has(text, monkeypatch) -> None:
     """Over several pages of each row, and just after a prompt, whose pages have no bounds yet."""

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kv_policy.key_codes import code_bytes
 from kv_transformers import CompressedCache
 from kv_transformers.cache_argument import passing
 from kv_transformers.from_text import held as size_of
@@ -150,8 +151,8 @@ def test_bounds_that_the_first_step_computes_are_counted_before_it(make, policy,
     model(torch.randint(3, 101, (1, 96)), **passing(model, cache))
     shape, report = cache.runtime.shape, cache.memory()
     before, rows = size_of(cache).kv_bytes, shape.layers * shape.kv_heads
-    # Of pages of 16 tokens, 4 bytes per channel, or 2 bits and 2 bytes per token.
-    each = 16 * (shape.key_dim // 4 + 2) if by == "codes" else 4 * shape.key_dim
+    # Of pages of 16 tokens; bounds have 4 bytes per channel.
+    each = code_bytes(shape.key_dim, 16) if by == "codes" else 4 * shape.key_dim
     bounds = rows * pages * each
     assert before - report.total_bytes == bounds - report.bound_bytes > 0
     model(torch.full((1, 1), 9), **passing(model, cache))

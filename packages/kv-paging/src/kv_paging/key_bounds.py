@@ -9,6 +9,7 @@ from torch import Tensor
 from kv_paging.bounding import DTYPE, bounds_in
 from kv_paging.kernels import PageKernels
 from kv_policy import PagedTokens, PageLayout
+from kv_policy.key_codes import code_rotation
 from kv_policy.pages import bound_bytes
 
 SPARE: Final = 32  # columns that are allocated beyond those needed
@@ -31,6 +32,8 @@ class KeyBounds:
     ) -> None:
         """Create bounds of no page, or no codes, for the keys of a layout."""
         self.in_pages = layout.bounds
+        if coded:
+            code_rotation(layout.format.key.dim, device)  # no step copies it to the device
         dtype = torch.uint8 if coded else DTYPE
         width = bound_bytes(layout.format.key.dim, layout.tokens, coded) // dtype.itemsize
         lead = (0,) if self.in_pages else (table_rows, 0)

@@ -143,12 +143,18 @@ def weakest(
 
 
 def bound(
-    pages: PagedTokens, count: Int[Tensor, " S"], both: BFloat16[Tensor, "*T _"], most: int
+    pages: PagedTokens,
+    count: Int[Tensor, " S"],
+    both: BFloat16[Tensor, "*T _"] | UInt8[Tensor, "*T _"],
+    most: int,
 ) -> None:
-    """Bound keys, in one launch."""
-    from kv_paging.gpu import bounding
+    """Bound keys, or encode them, in one launch."""
+    from kv_paging.gpu import bounding, key_codes
 
-    bounding.bound(pages, count, both, most)
+    if both.dtype == torch.uint8:
+        key_codes.encode(pages, count, both, most)
+    else:
+        bounding.bound(pages, count, both, most)
 
 
 def step(pool: PagePool, works: Sequence[DecodeStep]) -> None:

@@ -22,6 +22,7 @@ from kv_policy.orthogonal import spreading
 BITS: Final = 2
 DIMS: Final = 16  # of a key that share four bytes
 LEVELS: Final = 2**BITS
+MOST_CODED_DIM: Final = 512  # of keys that Triton's kernels encode
 
 
 def code_rows(dim: int) -> int:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kv_paging import PagePool, bounds_in, declined
 from kv_policy import Budget, CacheShape, HeadBasis, KVPolicy, Replay, TokenFormat, complete
+from kv_policy.key_codes import MOST_CODED_DIM
 from kv_runtime.bases import Bases, Folded
 from kv_runtime.batch import Batch
 from kv_runtime.layout import Layout
@@ -222,6 +223,13 @@ def check_reading(
     if pool is not None and pool.page_bytes == layout.page_bytes:
         bounds_in(pool.padded, layout.pages[0][0])  # raises if they are not aligned
     reason = declined(backend, layout.pages[0][0], device) if backend == "triton" else None
+    dim = layout.pages[0][0].format.key.dim
+    if backend == "triton" and policy.reading.coded and dim > MOST_CODED_DIM:
+        raise ValueError(
+            f"{policy} ranks pages by codes of their keys, which have {dim} dimensions here; "
+            f"Triton kernels encode keys of up to {MOST_CODED_DIM}: use by=bounds, or "
+            "backend='torch'"
+        )
     if reason is not None:
         raise ValueError(
             f"{policy} bounds the keys of each page that a decode step fills, which waits for the "

@@ -23,7 +23,7 @@ PARTS: Final[Mapping[str, str]] = MappingProxyType(
         "spare_bytes": "free pages",
         "window_bytes": "raw window",
         "table_bytes": "page tables",
-        "bound_bytes": "bounds of pages",
+        "bound_bytes": "bounds or codes of keys",
         "basis_bytes": "basis",
         "other_bytes": "layers not compressed",
     }
@@ -57,8 +57,8 @@ class MemoryReport:
         Tensor, "N B H"
     ]  # kept tokens per layer, sequence and KV head, including the window
     other_bytes: int = 0  # layers that the policy does not store: sliding windows, states
-    bound_bytes: int = 0  # bounds of the keys in pages, if the policy reads by them; where a pool
-    # is shared they are in the pages
+    bound_bytes: int = 0  # bounds or codes of the keys in pages, if the policy reads by them; where
+    # a pool is shared they are in the pages
 
     @classmethod
     def of(

@@ -15,6 +15,7 @@ Start = Callable[..., AbstractContextManager["LLM"]]
 Greedy = Callable[["LLM", Sequence[Sequence[int]], int], list[list[int]]]
 COMPRESS = "kv-compress:rate=4,floor=16"
 SOME = "quest:budget=32,sinks=0,recent=0,whole=0"  # two pages of up to ten
+CODED = f"{SOME},by=codes"
 ALL = "quest:budget=100%,sinks=0,recent=0,whole=0"
 COUNT = 24
 OPTIONS = {
@@ -37,12 +38,25 @@ def test_a_step_that_reads_all_pages_answers_as_one_that_selects_none(
     assert found != by_transformers(weights, f"{policy}+{SOME}", prompts, COUNT)
 
 
-def test_the_bytes_of_bounds_are_in_those_of_blocks(start: Start, weights: str) -> None:
-    """Four heads of 32 dimensions have pages of 16 tokens of 56 bytes, and 128 of bounds."""
-    with start(weights, f"k8v4+{SOME}", **OPTIONS) as engine:
+@pytest.mark.parametrize(("reading", "beside"), [(SOME, 2 * 2 * 32), (CODED, 16 * (2 * 4 + 2))])
+def test_the_bytes_of_bounds_are_in_those_of_blocks(
+    start: Start,
+    weights: str,
+    prompts: list[list[int]],
+    greedy: Greedy,
+    reading: str,
+    beside: int,
+) -> None:
+    """Four heads of 32 dimensions have pages of 16 tokens of 56 bytes, and bounds or codes.
+
+    The tokens of steps that read two pages are those of transformers.
+    """
+    with start(weights, f"k8v4+{reading}", **OPTIONS) as engine:
         found = block_bytes(engine)
         assert engine.llm_engine.vllm_config.cache_config.num_gpu_blocks == (1 << 20) // found
-    assert found == 4 * (16 * 56 + 2 * 2 * 32)
+        answers = greedy(engine, prompts, COUNT)
+    assert found == 4 * (16 * 56 + beside)
+    assert answers == by_transformers(weights, f"k8v4+{reading}", prompts, COUNT)
 
 
 def test_requests_that_are_preempted_give_the_same_tokens(

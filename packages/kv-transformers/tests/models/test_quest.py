@@ -57,6 +57,9 @@ def test_a_quarter_of_the_pages_answers_nearly_as_all_do(loaded: LoadedModel, id
     assert not torch.equal(quarter[:, 1:], full[:, 1:])
     assert torch.equal(quarter[:, 0], full[:, 0])  # the prompt reads everything
     assert nats(quarter, ids) < nats(full, ids) + 0.1
+    coded, _ = answered(loaded, ids, "quest:budget=25%,by=codes")
+    assert not torch.equal(coded, quarter)
+    assert nats(coded, ids) < nats(full, ids) + 0.1
     few, _ = answered(loaded, ids, "quest:budget=16,whole=0,recent=1")
     assert nats(few, ids) > nats(quarter, ids)
     shape, pages = cache.runtime.shape, (PROMPT + STEPS - 1) // 8

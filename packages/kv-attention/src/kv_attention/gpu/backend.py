@@ -138,9 +138,7 @@ def selection_declined(q: Float[Tensor, "B H G D"], bounds: PageBounds) -> str |
     """Return why torch selects the pages instead of kernels; None if kernels do."""
     if q.device.type != "cuda" and not interpreted():
         return f"tensors on {q.device.type}"
-    if bounds.coded:
-        return "codes of keys"
-    if q.dtype not in NUMBERS or bounds.both.dtype != torch.bfloat16:
+    if q.dtype not in NUMBERS or bounds.both.dtype not in (torch.bfloat16, torch.uint8):
         return f"queries in {q.dtype}, bounds in {bounds.both.dtype}"
     if q.shape[3] > MOST_KEY:
         return f"keys of more than {MOST_KEY} dimensions"

@@ -1,8 +1,9 @@
 """The pages that a decode step reads, selected in two launches, of which the host learns nothing.
 
-The first launch bounds the logits of every query in every page. In the second a program takes a
-table row: it scores the row's pages, finds the lowest score that is read by the digits of scores,
-the highest first, and writes the page numbers in their order. Nothing is sorted.
+The first launch bounds the logits of every query in every page. Where pages have codes of their
+keys it computes the largest logits instead, after one that rotates queries. In the last launch a
+program takes a table row: it scores the row's pages, finds the lowest score that is read by the
+digits of scores, the highest first, and writes the page numbers in their order. Nothing is sorted.
 """
 
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import Final, no_type_check
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float
+from jaxtyping import Float, UInt8
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -20,10 +21,14 @@ from kv_attention.gpu.tiles import query_rows
 from kv_attention.page_bounds import PageBounds
 from kv_attention.page_selection import known_longest
 from kv_policy import PagedTokens, PageReading
+from kv_policy.key_codes import code_rotation, code_rows
 from kv_policy.launching import base_of, launching_on, strides_of
 from kv_policy.reading import NEAR
 
 UNIT: Final = tl.constexpr(8)  # numbers of bounds in pages, whose addresses are multiples of it
+LINE: Final = tl.constexpr(16)  # dimensions of a row of codes
+LEAST: Final = 16  # rows and columns of a product of tiles
+SLOTS: Final = 64  # tokens of a tile of codes
 MANY: Final = 1024  # pages per iteration, once a page has a score
 TILE: Final = 4096  # numbers of a tile of bounds, or of a group's logits
 
@@ -82,6 +87,136 @@ def bound_logits_kernel(
             found = tl.sum(tl.where(x > 0, high, low) * x, axis=1)
             into = logits + (r.to(tl.int64) * GROUP + g) * columns
             tl.store(into + column, found, mask=column < known)
+
+
+@triton.jit(do_not_specialize=["heads"], do_not_specialize_on_alignment=["rotation"])
+@no_type_check
+def turn_kernel(
+    q,
+    q_strides,
+    rotation,
+    turned,
+    step,
+    heads,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PART: tl.constexpr,
+):
+    """Rotate LINE queries of a table row, and round them to -127 to 127 times a step of each.
+
+    `turned` are [table_rows, ROWS, WIDTH], with zeros past DIM, and `step` is [table_rows, ROWS].
+    The step of a query with an element that is not finite is not a number, or infinite.
+    """
+    r, e = tl.program_id(0), tl.arange(0, LINE)
+    g = tl.program_id(1) * LINE + e
+    rows = query_rows(q, q_strides, r // heads, r % heads, g, 0, DIM)
+    most, strange = tl.zeros([LINE], tl.float32), tl.zeros([LINE], tl.int32)
+    lines = (DIM + LINE - 1) // LINE
+    for line in range(lines):
+        found = turned_columns(rows, g < GROUP, rotation, e + line * LINE, DIM, PART)
+        most = tl.maximum(most, tl.max(tl.abs(found), 1))
+        strange = tl.maximum(strange, tl.max((found != found).to(tl.int32), 1))
+    most = tl.where(strange > 0, float("nan"), most)
+    tl.store(step + r * ROWS + g, most / 127.0)
+    up = tl.where(most > 0, 127.0 / tl.where(most > 0, most, 1.0), 0.0)
+    for line in range(lines):
+        found = turned_columns(rows, g < GROUP, rotation, e + line * LINE, DIM, PART) * up[:, None]
+        found = found + 12582912.0 - 12582912.0  # to integers, ties to even
+        at = (r * ROWS + g)[:, None] * WIDTH + e[None, :] + line * LINE
+        tl.store(turned + at, found.to(tl.float16))
+
+
+@triton.jit
+@no_type_check
+def turned_columns(rows, some, rotation, j, DIM: tl.constexpr, PART: tl.constexpr):
+    """Multiply queries, by address, by columns j of a rotation, PART dimensions at a time."""
+    found = tl.zeros([LINE, LINE], tl.float32)
+    for at in range(0, DIM, PART):
+        d = at + tl.arange(0, PART)
+        x = tl.load(rows[:, None] + d[None, :], mask=some[:, None] & (d < DIM)[None, :], other=0)
+        there = (d < DIM)[:, None] & (j < DIM)[None, :]
+        turn = tl.load(rotation + d[:, None] * DIM + j[None, :], mask=there, other=0)
+        found += tl.dot(x.to(tl.float32), turn, input_precision="ieee")
+    return found
+
+
+@triton.jit
+@no_type_check
+def word_at(place, some, ALIGNED: tl.constexpr):
+    """Load four bytes from each address into an int32; 0 if masked."""
+    if ALIGNED:
+        return tl.load(place.to(tl.pointer_type(tl.int32)), mask=some, other=0)
+    else:
+        word = tl.load(place, mask=some, other=0).to(tl.int32)
+        for byte in tl.static_range(1, 4):
+            more = tl.load(place + byte, mask=some, other=0).to(tl.int32)
+            word = word | (more << (8 * byte))
+        return word
+
+
+@triton.jit(
+    do_not_specialize=["columns", "before", "pitch", "heads", "width"],
+    do_not_specialize_on_alignment=["count", "table"],
+)
+@no_type_check
+def code_logits_kernel(
+    turned,
+    step,
+    codes,
+    before,
+    pitch,
+    table,
+    width,
+    count,
+    logits,
+    columns,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LINES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PAGED: tl.constexpr,
+    REVERSE: tl.constexpr,
+):
+    """Compute the largest logits of a group of queries in `BLOCK` pages of a table row, from codes.
+
+    `turned` and `step` are those of `turn_kernel`; the rest is as in `bound_logits_kernel`, but
+    that `before` and `pitch` count bytes of pages, by UNIT * 2 of them if PAGED.
+    """
+    r = tl.program_id(0)
+    BYTES: tl.constexpr = TOKENS * (4 * LINES + 2)
+    known = tl.minimum(tl.load(count + r).to(tl.int32), columns)
+    if tl.program_id(1) * BLOCK < known:
+        slot = tl.arange(0, BLOCK * PADDED)
+        column, t = tl.program_id(1) * BLOCK + slot // PADDED, slot % PADDED
+        there = (column < known) & (t < TOKENS)
+        if PAGED:
+            mine = table + r.to(tl.int64) * width
+            page = page_at(mine, width, column, there, REVERSE)
+            base = codes + (before.to(tl.int64) + page.to(tl.int64) * pitch) * (2 * UNIT)
+        else:
+            base = codes + (before + r.to(tl.int64) * pitch + column.to(tl.int64)) * BYTES
+        g, e = tl.arange(0, ROWS), tl.arange(0, LINE)
+        shift = 8 * (e % 4) + 2 * (e // 4)
+        found = tl.zeros([BLOCK * PADDED, ROWS], tl.float32)
+        for line in range(LINES):
+            word = word_at(base + 4 * (line * TOKENS + t), there, PAGED or BYTES % 4 == 0)
+            level = 2 * ((word[:, None] >> shift[None, :]) & 3) - 3
+            at = (r * ROWS + g)[None, :] * WIDTH + e[:, None] + line * LINE
+            found = tl.dot(level.to(tl.float16), tl.load(turned + at), found)  # exact
+        scales = (base + 4 * LINES * TOKENS + 2 * t).to(tl.pointer_type(tl.float16))
+        scale = tl.load(scales, mask=there, other=0).to(tl.float32)
+        size = tl.load(step + r * ROWS + g)
+        found = tl.where(there[:, None], found * scale[:, None] * size[None, :], float("-inf"))
+        most = tl.max(tl.reshape(found, (BLOCK, PADDED, ROWS)), 1)
+        most += (0.0 * size)[None, :]  # not a number, if the step is none or is infinite
+        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        into = logits + (r.to(tl.int64) * GROUP + g)[None, :] * columns + column[:, None]
+        tl.store(into, most, mask=(column < known)[:, None] & (g < GROUP)[None, :])
 
 
 @triton.jit
@@ -243,7 +378,7 @@ def select(
     table_rows, tokens, device = batch * heads, pages.layout.tokens, q.device
     longest = known_longest(pages)
     columns, width = longest // tokens, most + 1
-    bounded, both, pitch, before = _placed(bounds, columns, dim)
+    bounded, both, pitch, before = _placed(bounds, columns)
     q = adjacent(q)[:, :, :, None]
     length, count = pages.length.to(torch.int32).contiguous(), bounds.count.contiguous()
     table = pages.table.to(torch.int32).contiguous()
@@ -254,7 +389,49 @@ def select(
     padded, rows = _power(dim), _power(group)
     block = max(1, TILE // padded)
     with launching_on(q):
-        if bounded:
+        if bounded and bounds.coded:
+            some, lines, most_rows = _power(tokens), code_rows(dim), max(LEAST, rows)
+            wide = max(LEAST, padded)
+            turned = torch.empty(table_rows, most_rows, wide, dtype=torch.float16, device=device)
+            step = torch.empty(table_rows, most_rows, dtype=torch.float32, device=device)
+            turn_kernel[(table_rows, most_rows // LEAST)](
+                q,
+                strides_of(q),
+                code_rotation(dim, device),
+                turned,
+                step,
+                heads,
+                GROUP=group,
+                DIM=dim,
+                ROWS=most_rows,
+                WIDTH=wide,
+                PART=min(wide, 128),
+                num_warps=4,
+            )
+            block = max(1, SLOTS // some)
+            code_logits_kernel[(table_rows, -(-bounded // block))](
+                turned,
+                step,
+                base_of(both)[0],
+                before,
+                pitch,
+                table,
+                table.shape[2],
+                count,
+                logits,
+                bounded,
+                GROUP=group,
+                ROWS=most_rows,
+                WIDTH=wide,
+                LINES=lines,
+                TOKENS=tokens,
+                PADDED=some,
+                BLOCK=block,
+                PAGED=bounds.in_pages,
+                REVERSE=pages.reverse,
+                num_warps=4,
+            )
+        elif bounded:
             bound_logits_kernel[(table_rows, -(-bounded // block))](
                 q,
                 strides_of(q),
@@ -311,19 +488,20 @@ def select(
 
 
 def _placed(
-    bounds: PageBounds, columns: int, dim: int
-) -> tuple[int, Float[Tensor, "*T _"], int, int]:
+    bounds: PageBounds, columns: int
+) -> tuple[int, Float[Tensor, "*T _"] | UInt8[Tensor, "*T _"], int, int]:
     """Return the columns with bounds, these, and their pitch and offset as kernels take them."""
-    both, unit = bounds.both, UNIT.value
+    both, width = bounds.both, bounds.both.shape[-1]
     if bounds.in_pages:
+        unit = 2 * UNIT.value // both.element_size()
         if both.stride(1) != 1 or both.stride(0) % unit or int(both.storage_offset()) % unit:
-            both = pad(both, (0, -both.shape[1] % unit))[:, : both.shape[1]]
+            both = pad(both, (0, -width % unit))[:, :width]
         return columns, both, both.stride(0) // unit, int(both.storage_offset()) // unit
     both = both.contiguous()
-    if both.storage_offset() % (2 * dim):  # those of a layer begin with a page
+    if both.storage_offset() % width:  # those of a layer begin with a page
         both = both.clone()
     bounded = min(columns, both.shape[2])
-    return bounded, both, both.shape[2], both.storage_offset() // (2 * dim)
+    return bounded, both, both.shape[2], both.storage_offset() // width
 
 
 def _power(size: int) -> int:

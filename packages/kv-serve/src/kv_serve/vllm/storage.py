@@ -234,7 +234,8 @@ class BilledPages:
         layout = self.layout(self.block_tokens or BLOCK_TOKENS)
         each = layout.token_bytes / sum(map(len, layout.kind))
         page = layout.pages[0][0]
-        bounds = f", and {page.bound_bytes} of bounds per page" if page.bounds else ""
+        what = "codes of keys" if page.coded else "bounds"
+        bounds = f", and {page.bound_bytes} of {what} per page" if page.bounds else ""
         return f"at most {each:g} bytes per kept token and KV head in place of {self.full}{bounds}"
 
 
