@@ -2,17 +2,18 @@
 """Decode attention that reads some pages: the selection of pages and attention over them.
 
 One layer of 32 query heads over 8 KV heads of 128 dimensions, queries in bfloat16, tokens in
-`k8v4`, pages in random order. A step of `quest` selects pages by the bounds of their keys and
-attends over those; a step of `full` attends over all. Both take turns in this process, and a ratio
-is the median over rounds of the seconds of `full` over those of the other. Bounds are of all full
-pages, as between two steps of which neither fills a page. Bytes are codes and scales read, and
-those of the bounds.
+`k8v4`, pages in random order. A step of `quest` selects pages by the bounds of their keys, or by
+codes of these (`codes`), and attends over those; a step of `full` attends over all. All take turns
+in this process, and a ratio is the median over rounds of the seconds of `full` over those of the
+other. Bounds and codes are of all full pages, as between two steps of which neither fills a page.
+Bytes are those of tokens read, and of bounds or codes.
 """
 
 import argparse
 import time
 from collections.abc import Callable
-from itertools import product
+from functools import partial
+from itertools import product, starmap
 
 import _result
 import torch
@@ -24,10 +25,11 @@ from torch import Tensor
 
 from kv_attention import PageBounds, attend, select_pages
 from kv_cpu import chosen
+from kv_paging import key_codes
 from kv_policy import Budget, PagedTokens, PageReading
 
 HEADS = Heads(query=32, kv=8, dim=128)
-SHARES = (10, 25, 50, 100)
+SHARES = {"quest": (10, 25, 50, 100), "codes": (6.25, 12.5, 25, 50)}  # by bounds, and by codes
 PAGES = (16, 32, 64)
 SIZES = list(product((1, 4), (4096, 16384, 32768)))
 HEADLINE = {"sequences": 4, "tokens": 16384, "threads": 2, "page": 16}
@@ -42,36 +44,57 @@ def bounds_of(key: Tensor, page: int) -> PageBounds:
     return PageBounds(both, torch.full(key.shape[:2], both.shape[2]))
 
 
-def reading_of(share: int) -> PageReading:
+def codes_of(key: Tensor, page: int) -> PageBounds:
+    """Codes of the keys in each page."""
+    pages = key.unflatten(2, (-1, page))
+    lead = pages.shape[:3]
+    held = torch.ones(lead.numel(), page, dtype=torch.bool)
+    codes = key_codes.codes_of(pages.flatten(0, 2), held)
+    return PageBounds(codes.view(*lead, -1), torch.full(lead[:2], lead[2]))
+
+
+def reading_of(share: float) -> PageReading:
     """What `quest` reads by default, in every layer."""
     return PageReading(Budget(share, "percent"), first=4, last=16)
 
 
 class Variants:
-    """A step that reads everything and steps that read less, by name, and the bytes each reads."""
+    """A step that reads everything and steps that read less, by name, and what each reads.
+
+    Steps are named by what ranks pages, and by the share that is read, in whole percents.
+    """
 
     def __init__(self, sequences: int, tokens: int, page: int) -> None:
-        """Store the tokens of a layer, and the bounds of their pages."""
+        """Store the tokens of a layer, and the bounds and codes of their pages."""
         key, value = random_vectors(HEADS, sequences, tokens)
         form = HEADS.format("k8v4")
         self.pages = stored(form, key, value, page * form.nbytes)
-        self.bounds = bounds_of(key, page)
+        self.ranks = {"quest": bounds_of(key, page), "codes": codes_of(key, page)}
         lead = (sequences, HEADS.kv, HEADS.group, HEADS.dim)
         self.query = torch.randn(lead).to(torch.bfloat16)
         self.place = torch.full((sequences, 1), tokens)
         self.steps: dict[str, Step] = {"full": lambda: self.attended(self.pages)}
         self.bytes = {"full": token_bytes([self.pages])}
-        seen = self.bounds.both.numel() * self.bounds.both.itemsize
-        for share in SHARES:
-            self.steps[f"quest_{share}"] = lambda share=share: self.attended(self.some(share))
-            read = token_bytes([self.some(share)])
-            self.bytes[f"quest_{share}"] = read if share == 100 else read + seen
-        self.steps["select_25"] = lambda: self.some(25).table
-        self.bytes["select_25"] = seen
+        for by, share in every():
+            read = token_bytes([self.some(by, share)])
+            seen = 0 if share == 100 else self.seen(by)
+            self.steps[name_of(by, share)] = partial(self.step, by, share)
+            self.bytes[name_of(by, share)] = read + seen
+        for by in SHARES:
+            self.steps[f"select_{by}_25"] = lambda by=by: self.some(by, 25).table
+            self.bytes[f"select_{by}_25"] = self.seen(by)
 
-    def some(self, share: int, backend: str = "cpu") -> PagedTokens:
+    def seen(self, by: str) -> int:
+        """Count the bytes that rank pages."""
+        return self.ranks[by].both.numel() * self.ranks[by].both.itemsize
+
+    def some(self, by: str, share: float, backend: str = "cpu") -> PagedTokens:
         """Select the pages of a step."""
-        return select_pages(self.query, self.pages, self.bounds, reading_of(share), backend)
+        return select_pages(self.query, self.pages, self.ranks[by], reading_of(share), backend)
+
+    def step(self, by: str, share: float) -> Tensor:
+        """Select pages, and attend over them."""
+        return self.attended(self.some(by, share))
 
     def attended(self, pages: PagedTokens, backend: str = "cpu", wide: bool = False) -> Tensor:
         """Attend over pages."""
@@ -79,11 +102,21 @@ class Variants:
         query = query.float() if wide else query
         return attend(query, self.place, [pages], [], HEADS.dim**-0.5, backend=backend).out
 
-    def error(self, share: int) -> float:
+    def error(self, by: str, share: float) -> float:
         """How far a step is from float32 over the same pages, relative to the largest output."""
-        exact = self.attended(self.some(share), "torch", wide=True)
-        found = self.steps[f"quest_{share}"]().float()
+        exact = self.attended(self.some(by, share), "torch", wide=True)
+        found = self.step(by, share).float()
         return float((found - exact).abs().max() / exact.abs().max())
+
+
+def every() -> list[tuple[str, float]]:
+    """What ranks pages, and the share that is read, of each step that reads less."""
+    return [(by, share) for by, shares in SHARES.items() for share in shares]
+
+
+def name_of(by: str, share: float) -> str:
+    """Name a step that reads less."""
+    return f"{by}_{int(share)}"
 
 
 def measured(
@@ -91,7 +124,7 @@ def measured(
 ) -> list[dict[str, object]]:
     """Time all variants over one size, once for each number of threads."""
     variants = Variants(sequences, tokens, page)
-    if (worst := max(variants.error(share) for share in SHARES)) > 0.05:
+    if (worst := max(variants.error(by, share) for by, share in every())) > 0.05:
         raise RuntimeError(f"a step is off by {worst:.3f} of the largest output")
     rows: list[dict[str, object]] = []
     for count in threads:
@@ -134,7 +167,7 @@ def main() -> None:
             rows.append(found)
             CONSOLE.print(
                 f"B={sequences} L={tokens} page {page} {found['threads']} threads "
-                f"{found['variant']:10} {found['seconds']:.5f} s  x{found['over_full']:.2f}  "
+                f"{found['variant']:15} {found['seconds']:.5f} s  x{found['over_full']:.2f}  "
                 f"{found['bytes_of_full']:.2f} of the bytes"
             )
 
@@ -144,14 +177,18 @@ def main() -> None:
         return float(str(found[figure]))
 
     summary = {
-        **{f"quest_{share}_over_k8v4": of(f"quest_{share}", "over_full") for share in SHARES},
+        **{f"{name}_over_k8v4": of(name, "over_full") for name in starmap(name_of, every())},
         "quest_25_over_k8v4_page_64": of("quest_25", "over_full", page=64),
-        "select_25_of_k8v4": 1 / of("select_25", "over_full"),
-        "bounds_of_k8v4_bytes": of("select_25", "bytes_of_full"),
+        "codes_12_over_k8v4_page_64": of("codes_12", "over_full", page=64),
+        "select_25_of_k8v4": 1 / of("select_quest_25", "over_full"),
+        "select_codes_25_of_k8v4": 1 / of("select_codes_25", "over_full"),
+        "bounds_of_k8v4_bytes": of("select_quest_25", "bytes_of_full"),
+        "codes_of_k8v4_bytes": of("select_codes_25", "bytes_of_full"),
     }
     if not arguments.quick:
-        summary["quest_25_over_k8v4_1x16k"] = of("quest_25", "over_full", sequences=1)
-        summary["quest_25_over_k8v4_32k"] = of("quest_25", "over_full", tokens=32768)
+        for name in ("quest_25", "codes_12"):
+            summary[f"{name}_over_k8v4_1x16k"] = of(name, "over_full", sequences=1)
+            summary[f"{name}_over_k8v4_32k"] = of(name, "over_full", tokens=32768)
     for name, value in summary.items():
         print(f"{name:30} {value:.4f}")
     _result.write("quest_speed", summary, rows, quick=arguments.quick)

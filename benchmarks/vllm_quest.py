@@ -4,8 +4,9 @@
 SmolLM2-135M, requests of one long prompt each, two threads, eager engines. Each way has an engine
 in a process of its own; all take turns of a few steps, every second round backwards, and the first
 steps of a turn do not count. Ratios are of the medians of all steps: the time under `k8v4` over
-that of the same format when a share of the pages is read, so more than 1 is faster. `attention` is
-the share of a step in which layers attend, select pages and store, with the metadata of the step.
+that of the same format when a share of the pages is read, ranked by bounds of keys or by codes of
+them, so more than 1 is faster. `attention` is the share of a step in which layers attend, select
+pages and store, with the metadata of the step.
 """
 
 import argparse
@@ -32,6 +33,8 @@ WAYS: Final = {
     BASE: BASE,
     "quest_25": canonical("k8v4+quest:budget=25%"),
     "quest_12": canonical("k8v4+quest:budget=12.5%"),
+    "codes_12": canonical("k8v4+quest:budget=12.5%,by=codes"),
+    "codes_6": canonical("k8v4+quest:budget=6.25%,by=codes"),
 }
 
 

@@ -214,11 +214,18 @@ def gate_score(result: Row, said: Said) -> Iterator[str]:
     yield scorings(result["rows"])
 
 
+def _ranked(variant: str) -> str:
+    """Say what ranks pages, and the share that is read: `codes_12` is `codes, 12.5 %`."""
+    by, share = variant.split("_")
+    exact = {"6": "6.25", "12": "12.5"}.get(share, share)
+    return f"{'bounds' if by == 'quest' else by}, {exact} %"
+
+
 def quest_speed(result: Row, said: Said) -> Iterator[str]:
     """Yield the figures, and the speedups by size, page and share of the pages read."""
     yield markdown.figures(result, said)
     shares = [name for name in dict.fromkeys(row["variant"] for row in result["rows"])]
-    shares = [name for name in shares if name.startswith("quest_")]
+    shares = [name for name in shares if name.startswith(("quest_", "codes_"))]
     found = {
         (row["threads"], row["sequences"], row["tokens"], row["page"], row["variant"]): row
         for row in result["rows"]
@@ -227,7 +234,7 @@ def quest_speed(result: Row, said: Said) -> Iterator[str]:
         (*(f"{x:,}" for x in size), *(f"{found[*size, name]['over_full']:.2f}" for name in shares))
         for size in sorted({key[:4] for key in found})
     )
-    read = (f"{name.removeprefix('quest_')} % read" for name in shares)
+    read = (_ranked(name) for name in shares)
     yield table(("threads", "batch", "tokens", "page", *read), lines)
 
 

@@ -25,7 +25,11 @@ class Quest(Part):
     """
 
     name: ClassVar[str] = "quest"
-    source: ClassVar[str] = "Quest, Tang et al., 2024, https://arxiv.org/abs/2406.10774"
+    source: ClassVar[str] = (
+        "Quest, Tang et al., 2024, https://arxiv.org/abs/2406.10774; by=codes: rotated codes of "
+        "TurboQuant, Zandieh et al., 2025, https://arxiv.org/abs/2504.19874, with the scale of "
+        "RaBitQ, Gao and Long, 2024, https://arxiv.org/abs/2405.12497"
+    )
 
     budget: Annotated[
         Budget, Meta(description="read per KV head and step: tokens in whole pages, or % of pages")
