@@ -25,7 +25,7 @@ from torch import Tensor
 
 from kv_attention import PageBounds, attend, select_pages
 from kv_cpu import chosen
-from kv_paging import key_codes
+from kv_paging import codes_of as coded
 from kv_policy import Budget, PagedTokens, PageReading
 
 HEADS = Heads(query=32, kv=8, dim=128)
@@ -49,7 +49,7 @@ def codes_of(key: Tensor, page: int) -> PageBounds:
     pages = key.unflatten(2, (-1, page))
     lead = pages.shape[:3]
     held = torch.ones(lead.numel(), page, dtype=torch.bool)
-    codes = key_codes.codes_of(pages.flatten(0, 2), held)
+    codes = coded(pages.flatten(0, 2), held)
     return PageBounds(codes.view(*lead, -1), torch.full(lead[:2], lead[2]))
 
 

@@ -19,6 +19,7 @@ from kv_paging.kernels import (
     page_kernels_of,
     select_page_kernels,
 )
+from kv_paging.key_codes import codes_of
 from kv_paging.layouts import fit
 from kv_paging.marks import Mark
 from kv_paging.pool import PagePool
@@ -59,6 +60,7 @@ __all__ = [
     "branch_all",
     "can_capture_pages",
     "clear_all",
+    "codes_of",
     "declined",
     "expect_joined",
     "fit",
