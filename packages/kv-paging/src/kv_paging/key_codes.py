@@ -1,4 +1,6 @@
-"""Codes of the keys in pages, see `kv_policy.key_codes`."""
+"""Codes of the keys in pages, as `kv_policy.key_codes` defines them."""
+
+from typing import Final
 
 import torch
 from jaxtyping import Bool, Float, UInt8
@@ -6,14 +8,18 @@ from torch import Tensor
 
 from kv_policy.key_codes import BITS, DIMS, LEVELS, code_rotation, code_rows
 
-MOST: float = torch.finfo(torch.float16).max
-LIMIT = 32752.0  # of an element, as in formats; NaN is 0
+MOST: Final = 65504.0  # of a scale, the largest float16
+LIMIT: Final = 32752.0  # of an element, as in formats; NaN is 0
 
 
 def codes_of(key: Float[Tensor, "S L D"], held: Bool[Tensor, "S L"]) -> UInt8[Tensor, "S _"]:
-    """Return the codes of the keys of each page.
+    """Return the codes of the keys of each page: `code_bytes(D, L)` bytes.
 
     An empty slot has those of the first key in its page; a page without a key has scales of 0.
+
+    Args:
+        key: the keys of a page each, not rotated.
+        held: which slots have a key.
     """
     pages, tokens, dim = key.shape
     first = held.int().argmax(1)
@@ -32,5 +38,4 @@ def codes_of(key: Float[Tensor, "S L D"], held: Bool[Tensor, "S L"]) -> UInt8[Te
     packed = four[:, :, :, 0].clone()
     for plane in range(1, 8 // BITS):
         packed |= four[:, :, :, plane] << (BITS * plane)
-    codes_first = packed.transpose(1, 2).reshape(pages, -1)
-    return torch.cat((codes_first, scale.view(torch.uint8)), 1)
+    return torch.cat((packed.transpose(1, 2).flatten(1), scale.view(torch.uint8)), 1)

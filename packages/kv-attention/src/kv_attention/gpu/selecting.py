@@ -157,7 +157,7 @@ def word_at(place, some, ALIGNED: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["columns", "before", "pitch", "heads", "width"],
+    do_not_specialize=["columns", "before", "pitch", "width"],
     do_not_specialize_on_alignment=["count", "table"],
 )
 @no_type_check
@@ -184,8 +184,9 @@ def code_logits_kernel(
 ):
     """Compute the largest logits of a group of queries in `BLOCK` pages of a table row, from codes.
 
-    `turned` and `step` are those of `turn_kernel`; the rest is as in `bound_logits_kernel`, but
-    that `before` and `pitch` count bytes of pages, by UNIT * 2 of them if PAGED.
+    `turned` and `step` are those of `turn_kernel`. `codes` begin with `before` other pages, and
+    then are [table_rows, pitch, BYTES]. If PAGED, they are `pitch` * 2 * UNIT bytes apart by page
+    of the `table`, after `before` * 2 * UNIT others. The rest is as in `bound_logits_kernel`.
     """
     r = tl.program_id(0)
     BYTES: tl.constexpr = TOKENS * (4 * LINES + 2)
