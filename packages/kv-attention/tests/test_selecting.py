@@ -182,6 +182,20 @@ def test_a_page_that_is_read_in_place_of_another_is_as_good(
             assert abs(of[page] - least) < 1e-5 * (1 + float(known.abs().amax()))
 
 
+@pytest.mark.parametrize(
+    ("D", "G", "tokens"),
+    [(144, 17, 4), (256, 3, 16), (17, 33, 80), (128, 4, 33)],
+    ids=["parts", "wide", "long-pages", "odd-pages"],
+)
+def test_codes_of_long_keys_large_groups_and_long_pages(D, G, tokens) -> None:
+    """Of which kernels take several parts."""
+    given = drawn(8, B=2, G=G, D=D, width=12, tokens=tokens, coded=True)
+    reading = PageReading(Budget(40, "percent"), 1, 1)
+    assert listed(found_by(given, reading)) == listed(by_definition(*given, reading))
+    inside = given[0], given[1], in_pages(given[1], given[2])
+    assert listed(found_by(inside, reading)) == listed(by_definition(*given, reading))
+
+
 @pytest.mark.parametrize("budget", [Budget(25, "percent"), Budget(1500), Budget(7)])
 def test_rows_of_more_pages_than_an_iteration_has(budget) -> None:
     given = drawn(7, B=2, H=2, G=3, width=2500, tokens=1, whole=True)

@@ -1,5 +1,5 @@
-// Logits of the keys in pages, from codes of 2 bits per dimension of rotated keys. Plain structs, as
-// in attention.h.
+// Logits of the keys in pages, from codes of 2 bits per dimension of rotated keys. Plain structs,
+// as in attention.h.
 //
 // The codes of a page are rows of 16 dimensions of all of its tokens. A row has four bytes per
 // token, and bits 2 p and 2 p + 1 of byte j are the code of dimension 4 p + j of the row's. Then

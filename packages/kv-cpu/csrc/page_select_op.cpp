@@ -47,6 +47,8 @@ const CodeKernels* codes_of(const Kernels& kernels) {
   return &kernels == &avx512_kernels ? &avx512_codes : &vnni_codes;
 #elif defined(KV_ARM)
   return &kernels == &neon_kernels ? &neon_codes : &dotprod_codes;
+#else
+  return &plain_codes;
 #endif
 }
 
@@ -64,8 +66,8 @@ float largest(const float* x, int64_t count) {
 class Selection {
  public:
   Selection(const Tensor& q, const Tensor& both, const Tensor& rotation, const Tensor& count,
-            const Tensor& table, const Tensor& length, double share, int64_t most, int64_t tokens, int64_t first,
-            int64_t last, bool reverse, const Name& isa)
+            const Tensor& table, const Tensor& length, double share, int64_t most, int64_t tokens,
+            int64_t first, int64_t last, bool reverse, const Name& isa)
       : kernels_(kernels_of(isa)), reverse_(reverse) {
     q_ = view(q, {"q"}, kFloats, {kAny, kAny, kAny, kAny}, Lay::kRows);
     sequences_ = q_.size(0), heads_ = q_.size(1);
@@ -321,10 +323,10 @@ class Selection {
 };
 
 std::vector<Tensor> page_select(Tensor q, Tensor both, Tensor rotation, Tensor count, Tensor table,
-                                Tensor length, double share, int64_t most, int64_t tokens, int64_t first,
-                                int64_t last, bool reverse, Name isa) {
-  return Selection(q, both, rotation, count, table, length, share, most, tokens, first, last, reverse,
-                   isa)
+                                Tensor length, double share, int64_t most, int64_t tokens,
+                                int64_t first, int64_t last, bool reverse, Name isa) {
+  return Selection(q, both, rotation, count, table, length, share, most, tokens, first, last,
+                   reverse, isa)
       .run(q);
 }
 
@@ -333,8 +335,9 @@ std::vector<Tensor> page_select(Tensor q, Tensor both, Tensor rotation, Tensor c
 
 STABLE_TORCH_LIBRARY_FRAGMENT(kv_cpu, m) {
   m.def(
-      "page_select(Tensor q, Tensor both, Tensor rotation, Tensor count, Tensor table, Tensor length, "
-      "float share, int most, int tokens, int first, int last, bool reverse, str isa) -> Tensor[]");
+      "page_select(Tensor q, Tensor both, Tensor rotation, Tensor count, Tensor table, "
+      "Tensor length, float share, int most, int tokens, int first, int last, bool reverse, "
+      "str isa) -> Tensor[]");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(kv_cpu, CPU, m) { m.impl("page_select", KV_BOX(&kv::page_select)); }

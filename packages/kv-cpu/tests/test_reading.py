@@ -27,10 +27,10 @@ SHAPES = st.fixed_dictionaries(
     {
         "B": st.integers(1, 2),
         "H": st.integers(1, 2),
-        "G": st.sampled_from([1, 2, 4, 5, 9]),
-        "D": st.sampled_from([1, 3, 16, 64, 128]),
+        "G": st.sampled_from([1, 2, 3, 4, 5, 9]),
+        "D": st.sampled_from([1, 3, 16, 17, 64, 80, 128]),
         "width": st.sampled_from([1, 3, 20, 300]),
-        "tokens": st.sampled_from([1, 4, 16]),
+        "tokens": st.sampled_from([1, 4, 7, 16, 20, 33]),
         "missing": st.sampled_from([0, 0, 2]),
         "reverse": st.booleans(),
         "dtype": st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
@@ -130,12 +130,14 @@ def test_pages_are_those_of_the_definition(near, seed, shape, reading) -> None:
             assert found.longest >= int(found.length.max())
 
 
+@pytest.mark.parametrize("coded", [False, True])
 @pytest.mark.parametrize("threads", [1, 3])
-def test_bounds_of_a_layer_are_read_where_they_are(near, threads) -> None:
+def test_bounds_of_a_layer_are_read_where_they_are(near, threads, coded) -> None:
     """Rows of a larger tensor, as the layers of a cache."""
     shape = dict(B=2, H=2, G=4, D=64, width=300, tokens=4, missing=0, reverse=False)
-    q, pages, bounds = drawn(1, **shape, dtype=torch.bfloat16)
-    every = torch.full((3, 2, 2, 310, 128), torch.nan, dtype=torch.bfloat16)
+    q, pages, bounds = drawn(1, **shape, dtype=torch.bfloat16, coded=coded)
+    every = torch.zeros(3, 2, 2, 310, bounds.both.shape[-1], dtype=bounds.both.dtype)
+    every[:] = 255 if coded else torch.nan
     every[1, :, :, :300] = bounds.both
     reading, before = PageReading(Budget(25, "percent"), 4, 16), torch.get_num_threads()
     torch.set_num_threads(threads)

@@ -12,7 +12,7 @@ from bounded_world import CODED, IN_PAGES, LAYOUT, World
 from key_code_reference import check_codes, codes_in
 from kv_paging import PagePool, Tiers, torch_kernels, triton_kernels
 from kv_policy import PagedTokens, PageLayout
-from kv_policy.key_codes import code_bytes
+from kv_policy.key_codes import MOST_CODED_DIM, code_bytes
 from page_twins import vectors
 from triton_cases import Both, form, one_store
 
@@ -86,6 +86,26 @@ def test_codes_are_of_the_stored_keys(
     seed, kind, dim, tokens, lengths, most, holes, by_page
 ) -> None:
     """Of the pages that have none; others keep theirs. Slots of no position are empty."""
+    check_coded(seed, kind, dim, tokens, lengths, most, holes, by_page)
+
+
+@pytest.mark.parametrize("kind", ["8", "float32"])
+@pytest.mark.parametrize("dim", [256, MOST_CODED_DIM])
+def test_codes_of_long_keys(kind, dim) -> None:
+    check_coded(1, kind, dim, 16, [40, 3], 2, False, True)
+
+
+def check_coded(
+    seed: int,
+    kind: str,
+    dim: int,
+    tokens: int,
+    lengths: list[int],
+    most: int,
+    holes: bool,
+    by_page: bool,
+) -> None:
+    """Encode the keys of new stores, and compare codes with the keys that are stored."""
     _, store = filled(kind, dim, tokens, [*lengths, 1], seed).each
     whole, nbytes = replace(store.whole(), holes=holes), code_bytes(dim, tokens)
     full = store.length.flatten().long() // tokens

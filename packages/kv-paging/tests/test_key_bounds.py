@@ -73,6 +73,14 @@ def test_pages_that_are_not_aligned_have_no_bounds() -> None:
             bounds_in(data, IN_PAGES)
 
 
+@pytest.mark.parametrize("layout", [IN_PAGES, CODED], ids=["bounds", "codes"])
+def test_pages_have_what_is_asked_for(layout) -> None:
+    with pytest.raises(
+        ValueError, match=r"^pages of this layout have .* of keys, and .* are asked"
+    ):
+        World.of(1, layout=layout, coded=not layout.coded)
+
+
 def test_appending_drops_no_bound() -> None:
     world = World.of(1)
     world.append(20)

@@ -23,3 +23,14 @@ def test_the_rotation_is_orthogonal_and_is_not_undone_by_that_of_stored_keys(dim
 @pytest.mark.parametrize(("dim", "tokens", "nbytes"), [(128, 16, 544), (64, 16, 288), (17, 3, 30)])
 def test_bytes_of_a_page(dim: int, tokens: int, nbytes: int) -> None:
     assert code_bytes(dim, tokens) == nbytes
+
+
+def test_the_rotation_is_found_under_any_default_device() -> None:
+    """vLLM changes it while a model is loaded."""
+    code_rotation.cache_clear()
+    spreading.cache_clear()
+    with torch.inference_mode(), torch.device("meta"):
+        found = code_rotation(24, CPU)
+    assert found.device == CPU
+    assert not found.is_inference()
+    assert not spreading(24).is_inference()

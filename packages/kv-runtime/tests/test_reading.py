@@ -1,4 +1,4 @@
-"""Caches whose decode steps read some pages, by bounds of their keys."""
+"""Caches whose decode steps read some pages, by bounds or codes of their keys."""
 
 from collections.abc import Iterator
 from copy import deepcopy
@@ -261,9 +261,9 @@ def test_what_cannot_have_bounds_is_refused() -> None:
         PolicyCache(ranks, SHAPE, page_tokens=4)
     with pytest.raises(CompositionError, match=r"ladder observes the attention of generated"):
         compose(Ladder(), Exact(2), Reads(8))
-    with pytest.raises(ValueError, match=r"keeps bounds of the pages of one format, and has 2"):
+    with pytest.raises(ValueError, match=r"ranks the pages of one format, and has 2"):
         PolicyCache(_Two(), SHAPE, page_tokens=4)
-    with pytest.raises(ValueError, match=r"keeps bounds of the pages of one format, and has 2"):
+    with pytest.raises(ValueError, match=r"ranks the pages of one format, and has 2"):
         Layout.of(_Two(), SHAPE, None, 4, pooled=True)
     long = replace(SHAPE, key_dim=576)
     with pytest.raises(ValueError, match=r"have 576 dimensions here; .* use by=bounds, or"):

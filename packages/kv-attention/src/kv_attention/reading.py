@@ -1,8 +1,9 @@
 """The pages that a decode step reads: those in which a query may find its largest logits.
 
 A page has bounds of its keys by channel, so a query's logits in the page are at most the sum over
-channels of the larger product (Tang et al. 2024, Quest). Attention itself then reads a table with
-fewer pages, so every backend computes it as over all pages.
+channels of the larger product (Tang et al. 2024, Quest); or it has codes of its keys, which give
+the logits nearly. Attention itself then reads a table with fewer pages, so every backend computes
+it as over all pages.
 """
 
 from jaxtyping import Float
@@ -31,7 +32,7 @@ def select_pages(
     Args:
         q: the query of each query head, in the basis of the stored keys.
         pages: the stored tokens of a layer.
-        bounds: the bounds of their keys.
+        bounds: the bounds of their keys, or the codes.
         reading: the limit.
         backend: the backend that selects; torch does if it does not.
     """

@@ -10,7 +10,7 @@ from kv_policy import Budget, PageReading, Part, RankedBy
 
 @dataclass(frozen=True)
 class Quest(Part):
-    """Read in each decode step the pages that may matter to its query, by bounds of their keys.
+    """Read in each decode step the pages that may matter to its query, as their keys rank them.
 
     Nothing is evicted: a page that one query does not read is there for the next. The bound of a
     page is the sum over channels of the larger product of the query with the largest and with the
@@ -18,7 +18,8 @@ class Quest(Part):
     page is read first if it is best for some query of the group.
 
     With `by=codes` a page is ranked by the largest of the logits of its keys, computed from codes
-    of 2 bits per dimension (`kv_policy.key_codes`), in about as many bytes as bounds take.
+    of 2 bits per dimension (`kv_policy.key_codes`). In pages of 16 tokens they take about as many
+    bytes as bounds.
 
     The paper selects pages for each query head of a model without groups, of 16 tokens, and reads
     all pages in the first two layers; its code reads at least three.

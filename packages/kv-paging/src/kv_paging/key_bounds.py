@@ -30,8 +30,15 @@ class KeyBounds:
     def __init__(
         self, table_rows: int, layout: PageLayout, device: torch.device, coded: bool = False
     ) -> None:
-        """Create bounds of no page, or no codes, for the keys of a layout."""
+        """Create bounds of no page, or no codes, for the keys of a layout.
+
+        Raises:
+            ValueError: pages have bounds where codes are asked for, or the reverse.
+        """
         self.in_pages = layout.bounds
+        if self.in_pages and coded != layout.coded:
+            held, asked = ("codes", "bounds") if layout.coded else ("bounds", "codes")
+            raise ValueError(f"pages of this layout have {held} of keys, and {asked} are asked for")
         if coded:
             code_rotation(layout.format.key.dim, device)  # no step copies it to the device
         dtype = torch.uint8 if coded else DTYPE

@@ -214,7 +214,9 @@ def _check_reading(joined: KVPolicy, parts: list[KVPolicy]) -> None:
     elif selector.decode == "step":
         why = "evicts or moves a stored token in each decode step, which changes its page"
     elif selector.tiers > 1:
-        why = f"sorts tokens into {selector.tiers} tiers, and one of them can have bounds of pages"
+        why = (
+            f"sorts tokens into {selector.tiers} tiers, and the pages of one of them can be ranked"
+        )
     if why is not None:
         raise CompositionError(
             f"{reader} reads some pages in a decode step, but {chooser} {why}; omit one of the "

@@ -47,7 +47,8 @@ def code_rotation(dim: int, device: torch.device) -> Float32[Tensor, "D D"]:
     Signs of the dimensions come first, so that it does not undo a rotation by the matrix without
     them, which stored keys may have.
     """
-    with torch.inference_mode(False):  # cached tensors outlive the caller
+    # Cached tensors outlive the caller, and vLLM changes torch's default device meanwhile.
+    with torch.inference_mode(False), torch.device("cpu"):
         sign = torch.tensor([1.0 - 2.0 * (_mixed(d + 1) & 1) for d in range(dim)])
         return (sign[:, None] * spreading(dim)).float().to(device)
 

@@ -26,10 +26,11 @@ def spreading(order: int) -> Float64[Tensor, "n n"]:
     """
     if order < 1:
         raise ValueError(f"a matrix of order {order} was asked for; the order is 1 or more")
-    for size in range(order, 0, -1):
-        found = hadamard(size) if order % size == 0 else None
-        if found is not None:
-            return torch.kron(found.double() / size**0.5, _cosines(order // size))
+    with torch.inference_mode(False), torch.device("cpu"):  # cached tensors outlive the caller
+        for size in range(order, 0, -1):
+            found = hadamard(size) if order % size == 0 else None
+            if found is not None:
+                return torch.kron(found.double() / size**0.5, _cosines(order // size))
     raise AssertionError("there is a Hadamard matrix of order 1")
 
 

@@ -205,7 +205,7 @@ def check_replay(policy: KVPolicy, replays: bool, kinds: int) -> None:
 def check_reading(
     policy: KVPolicy, layout: Layout, backend: str, device: torch.device, pool: PagePool | None
 ) -> None:
-    """Raise if a policy reads pages by bounds that are not aligned, or that a backend waits for.
+    """Raise if what ranks a policy's pages is not aligned, or a backend cannot compute it.
 
     Args:
         policy: the policy.
@@ -215,26 +215,26 @@ def check_reading(
         pool: the pool that several caches share, if they do.
 
     Raises:
-        ValueError: the pool's pages are not aligned, or the backend would wait for the device in
-            each step.
+        ValueError: the pool's pages are not aligned, the backend would wait for the device in each
+            step, or keys are too long for its codes.
     """
     if policy.reading is None:
         return
     if pool is not None and pool.page_bytes == layout.page_bytes:
         bounds_in(pool.padded, layout.pages[0][0])  # raises if they are not aligned
     reason = declined(backend, layout.pages[0][0], device) if backend == "triton" else None
+    if reason is not None:
+        raise ValueError(
+            f"{policy} reads the keys of each page that a decode step fills, which waits for the "
+            f"device where Triton kernels do not read them ({reason}); use backend='torch', or a "
+            "format that they read, such as k8v4"
+        )
     dim = layout.pages[0][0].format.key.dim
     if backend == "triton" and policy.reading.coded and dim > MOST_CODED_DIM:
         raise ValueError(
             f"{policy} ranks pages by codes of their keys, which have {dim} dimensions here; "
             f"Triton kernels encode keys of up to {MOST_CODED_DIM}: use by=bounds, or "
             "backend='torch'"
-        )
-    if reason is not None:
-        raise ValueError(
-            f"{policy} bounds the keys of each page that a decode step fills, which waits for the "
-            f"device where Triton kernels do not read them ({reason}); use backend='torch', or a "
-            "format that they read, such as k8v4"
         )
 
 

@@ -200,11 +200,11 @@ def _expect_bounds(policy: KVPolicy, kinds: int) -> None:
         return
     if kinds > 1:
         raise ValueError(
-            f"{policy} keeps bounds of pages, but its basis stores heads with {kinds} different "
+            f"{policy} ranks pages by their keys, but its basis stores heads with {kinds} different "
             "ranks, for which this is not supported; use one of equal ranks, or omit one of the two"
         )
     if policy.formats is not None and policy.formats.tiers > 1:
         raise ValueError(
-            f"{policy} keeps bounds of the pages of one format, and has {policy.formats.tiers}; "
+            f"{policy} ranks the pages of one format, and has {policy.formats.tiers}; "
             "use one format for all tokens, such as k8v4"
         )

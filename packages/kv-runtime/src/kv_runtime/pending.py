@@ -92,7 +92,9 @@ def unlike_drafts(policy: KVPolicy) -> str | None:
     observes none of them before it is known to be right.
     """
     if policy.reading is not None:
-        return "it reads pages by bounds of their keys, which a rejected draft would have changed"
+        return (
+            "it reads pages as their keys rank them, among which would be those of rejected drafts"
+        )
     selector = None if policy.selector is None else complete(policy.selector)
     if selector is None:
         return None

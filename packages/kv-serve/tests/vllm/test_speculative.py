@@ -228,7 +228,7 @@ def test_aborted_requests_leave_no_drafts(
         ("kv-compress:rate=2,every=8", "it observes the attention of generated queries"),
         ("leankv:window=8", "it observes the attention of generated queries"),
         ("streaming:budget=24", "each generated token evicts or moves another"),
-        ("k8v4+quest", "it reads pages by bounds of their keys"),
+        ("k8v4+quest", "it reads pages as their keys rank them"),
     ],
 )
 def test_a_policy_that_does_more_with_a_generated_token_is_refused(

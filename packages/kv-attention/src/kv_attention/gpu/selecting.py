@@ -120,7 +120,8 @@ def turn_kernel(
         strange = tl.maximum(strange, tl.max((found != found).to(tl.int32), 1))
     most = tl.where(strange > 0, float("nan"), most)
     tl.store(step + r * ROWS + g, most / 127.0)
-    up = tl.where(most > 0, 127.0 / tl.where(most > 0, most, 1.0), 0.0)
+    some = most > 1e-30  # smaller queries are zero
+    up = tl.where(some, 127.0 / tl.where(some, most, 1.0), 0.0)
     for line in range(lines):
         found = turned_columns(rows, g < GROUP, rotation, e + line * LINE, DIM, PART) * up[:, None]
         found = found + 12582912.0 - 12582912.0  # to integers, ties to even

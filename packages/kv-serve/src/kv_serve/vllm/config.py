@@ -97,7 +97,7 @@ def plain_format(policy: KVPolicy, shape: CacheShape) -> TokenFormat | None:
 
     Each token is then stored in its vLLM slot, and prefixes can be shared. A basis is allowed that
     keeps the shape of vectors. None: the stored bytes depend on more than the token, or pages are
-    read by bounds of their keys.
+    read as their keys rank them.
     """
     formats = policy.formats
     whole = policy.selector is None and policy.reading is None and keeps_shape(policy.basis)
