@@ -200,8 +200,9 @@ def _expect_bounds(policy: KVPolicy, kinds: int) -> None:
         return
     if kinds > 1:
         raise ValueError(
-            f"{policy} ranks pages by their keys, but its basis stores heads with {kinds} different "
-            "ranks, for which this is not supported; use one of equal ranks, or omit one of the two"
+            f"{policy} ranks pages by their keys, but its basis stores heads with {kinds} "
+            "different ranks, for which this is not supported; use one of equal ranks, or omit one "
+            "of the two"
         )
     if policy.formats is not None and policy.formats.tiers > 1:
         raise ValueError(

@@ -104,8 +104,8 @@ class ModelMemory:
     def under(self, policy: KVPolicy, context: int) -> Capacity:
         """Return the bytes of a request under a policy, in whole pages.
 
-        They are those that a scheduler reserves, and bounds or codes of keys in pages, if the policy
-        limits the pages that are read. A threshold, whose kept tokens depend on the text,
+        They are those that a scheduler reserves, and bounds or codes of keys in pages, if the
+        policy limits the pages that are read. A threshold, whose kept tokens depend on the text,
         counts as if all were kept.
 
         Raises:
