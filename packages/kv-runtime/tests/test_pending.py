@@ -225,7 +225,7 @@ def test_lack_of_pages_for_drafts_fails_the_requests_and_frees_all() -> None:
         ("k4v2:window=5", None),
         ("h2o:budget=12", "observes the attention of generated queries"),
         ("streaming:budget=9", "evicts or moves another"),
-        ("quest:budget=25%+k4v2", "reads pages by bounds"),
+        ("quest:budget=25%+k4v2", "reads pages as their keys rank them"),
         ("kv-compress:rate=2,every=4", "observes the attention of generated queries"),
     ],
 )
