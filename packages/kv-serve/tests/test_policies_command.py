@@ -20,7 +20,8 @@ def test_every_policy_is_under_the_heading_of_what_it_supplies() -> None:
     assert titles == list(GROUPS.values())
     parts = [text.split(title)[1].split("\n\n")[0] for title in titles]
     formats, selectors, both, bases, readings = (
-        {line.split()[0] for line in x.splitlines() if line} for x in parts
+        {line.split()[0] for line in x.splitlines() if line and not line[0].isspace()}
+        for x in parts
     )
     assert {"raw", "bf16", "k{1,2,3,4,8}v{1,2,3,4,8}"} <= formats
     assert {"snapkv", "kv-compress", "gate"} <= selectors
