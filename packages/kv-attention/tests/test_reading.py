@@ -137,10 +137,10 @@ def test_codes_are_decoded_some_pages_at_a_time() -> None:
     codes, q = codes_of(case, 3).both.masked_fill(codes_of(case, 3).both == 255, 0), query(case)
     whole = code_logits(q, codes, 4)
     key = decoded_keys(codes, 17, 4).double()
-    turned = q @ code_rotation(17, q.device).double()
-    step = turned.abs().amax(-1, keepdim=True) / 127
-    turned = (turned / step).round() * step
-    logits = torch.einsum("bhgd,bhtld->bhgtl", turned, key)
+    rotated = q @ code_rotation(17, q.device).double()
+    step = rotated.abs().amax(-1, keepdim=True) / 127
+    rotated = (rotated / step).round() * step
+    logits = torch.einsum("bhgd,bhtld->bhgtl", rotated, key)
     torch.testing.assert_close(whole, logits.amax(-1))
     for some in (1, 500):
         with patch("kv_attention.page_bounds.DECODED", some):

@@ -286,7 +286,7 @@ def test_a_selection_takes_two_launches_and_the_host_reads_nothing(coded) -> Non
         Operations() as operations,
     ):
         found = select_pages(*given, reading, "triton")
-    before = ["turn_kernel", "code_logits_kernel"] if coded else ["bound_logits_kernel"]
+    before = ["rotate_kernel", "code_logits_kernel"] if coded else ["bound_logits_kernel"]
     assert [name for name, _ in kernels] == [*before, "select_pages_kernel"]
     assert {device for _, device in kernels} == {torch.device("meta")}
     views = {"as_strided", "slice", "unsqueeze", "view", "detach"}
@@ -352,6 +352,6 @@ def test_kernels_are_compiled_once(D, coded) -> None:
                         bounds, both=misaligned(bounds.both), count=misaligned(bounds.count)
                     )
                 select_pages(q, pages, bounds, reading, "triton")
-    before = ["turn_kernel", "code_logits_kernel"] if coded else ["bound_logits_kernel"]
+    before = ["rotate_kernel", "code_logits_kernel"] if coded else ["bound_logits_kernel"]
     names = [*before, "select_pages_kernel"]
     assert {name: len(found) for name, found in keys.items()} == dict.fromkeys(names, 1)

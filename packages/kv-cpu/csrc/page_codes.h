@@ -28,7 +28,7 @@ struct CodedQueries {
 struct CodeKernels {
   // to = q . rotation, and then its bytes, step and sum, for one query. The rotation has `dim` rows
   // of a padded width; `to` has room for that width.
-  void (*turn)(const float* q, const float* rotation, int dim, float* to, int8_t* bytes,
+  void (*rotate)(const float* q, const float* rotation, int dim, float* to, int8_t* bytes,
                float& step, int32_t& sum);
   // found[g * pitch + i] = the largest logit of query g and a key of page i.
   void (*largest)(const CodedQueries&, const uint8_t* const* pages, int count, int tokens,

@@ -2,6 +2,6 @@
 
 namespace kv {
 
-extern const CodeKernels avx2_codes = {turn, largest};
+extern const CodeKernels avx2_codes = {rotate, largest};
 
 }  // namespace kv

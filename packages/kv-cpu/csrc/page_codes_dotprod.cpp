@@ -2,6 +2,6 @@
 
 namespace kv {
 
-extern const CodeKernels dotprod_codes = {turn, largest};
+extern const CodeKernels dotprod_codes = {rotate, largest};
 
 }  // namespace kv

@@ -2,6 +2,6 @@
 
 namespace kv {
 
-extern const CodeKernels neon_codes = {turn, largest};
+extern const CodeKernels neon_codes = {rotate, largest};
 
 }  // namespace kv

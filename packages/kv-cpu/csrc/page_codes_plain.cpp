@@ -2,6 +2,6 @@
 
 namespace kv {
 
-extern const CodeKernels plain_codes = {turn, largest};
+extern const CodeKernels plain_codes = {rotate, largest};
 
 }  // namespace kv

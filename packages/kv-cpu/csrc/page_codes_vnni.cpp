@@ -2,6 +2,6 @@
 
 namespace kv {
 
-extern const CodeKernels vnni_codes = {turn, largest};
+extern const CodeKernels vnni_codes = {rotate, largest};
 
 }  // namespace kv

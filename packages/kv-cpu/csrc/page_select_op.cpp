@@ -225,7 +225,7 @@ class Selection {
     const CodeKernels& codes = *codes_of(*kernels_);
     for (int g = 0; g < group_; ++g) {
       query(row, g, numbers);
-      codes.turn(numbers, rotation_.as<float>(), dim_, numbers + width,
+      codes.rotate(numbers, rotation_.as<float>(), dim_, numbers + width,
                  scratch.bytes.data() + g * width, scratch.sums[g], scratch.totals[g]);
     }
     const CodedQueries queries{scratch.bytes.data(), scratch.sums.data(), scratch.totals.data(),

@@ -18,6 +18,16 @@ from triton_cases import Both, form, one_store
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 KINDS = ["8", "4", "2/8", "4/3", "1", "float32", "float16", "bfloat16"]
+CASES = given(
+    seed=st.integers(0, 99),
+    kind=st.sampled_from(KINDS),
+    dim=st.sampled_from([1, 5, 32, 65]),
+    tokens=st.sampled_from([1, 3, 16, 20]),
+    lengths=st.lists(st.integers(0, 50), min_size=1, max_size=3),
+    most=st.sampled_from([1, 2, 9]),
+    holes=st.booleans(),
+    by_page=st.booleans(),
+)
 
 
 def filled(kind: str, dim: int, tokens: int, lengths: list[int], seed: int) -> Both:
@@ -48,16 +58,7 @@ def bounded(
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
-@given(
-    st.integers(0, 99),
-    st.sampled_from(KINDS),
-    st.sampled_from([1, 5, 32, 65]),
-    st.sampled_from([1, 3, 16, 20]),
-    st.lists(st.integers(0, 50), min_size=1, max_size=3),
-    st.sampled_from([1, 2, 9]),
-    st.booleans(),
-    st.booleans(),
-)
+@CASES
 def test_bounds_are_those_of_torch(seed, kind, dim, tokens, lengths, most, holes, by_page) -> None:
     """Of the pages that have none; others keep theirs. Slots of no position are empty."""
     both = filled(kind, dim, tokens, [*lengths, 1], seed)
@@ -72,16 +73,7 @@ def test_bounds_are_those_of_torch(seed, kind, dim, tokens, lengths, most, holes
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
-@given(
-    st.integers(0, 99),
-    st.sampled_from(KINDS),
-    st.sampled_from([1, 5, 32, 65]),
-    st.sampled_from([1, 3, 16, 20]),
-    st.lists(st.integers(0, 50), min_size=1, max_size=3),
-    st.sampled_from([1, 2, 9]),
-    st.booleans(),
-    st.booleans(),
-)
+@CASES
 def test_codes_are_of_the_stored_keys(
     seed, kind, dim, tokens, lengths, most, holes, by_page
 ) -> None:

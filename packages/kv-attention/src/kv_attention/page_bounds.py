@@ -102,14 +102,14 @@ def code_logits(
     """
     dim, columns = q.shape[3], codes.shape[2]
     q = q.to(torch.promote_types(q.dtype, torch.float32))
-    turned = q @ code_rotation(dim, q.device).to(q.dtype)
-    step = turned.abs().amax(-1, keepdim=True) / MOST_BYTE
-    turned = (turned / step.masked_fill(step == 0, 1)).round() * step
+    rotated = q @ code_rotation(dim, q.device).to(q.dtype)
+    step = rotated.abs().amax(-1, keepdim=True) / MOST_BYTE
+    rotated = (rotated / step.masked_fill(step == 0, 1)).round() * step
     found = q.new_empty((*q.shape[:3], columns))
     some = max(1, DECODED // max(1, q.shape[0] * q.shape[1] * tokens * dim))
     for at in range(0, columns, some):
         key = decoded_keys(codes[:, :, at : at + some], dim, tokens).to(q.dtype)
-        logits = turned @ key.flatten(2, 3).mT
+        logits = rotated @ key.flatten(2, 3).mT
         found[..., at : at + some] = logits.unflatten(-1, (-1, tokens)).amax(-1)
     return found
 

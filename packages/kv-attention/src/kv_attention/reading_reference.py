@@ -28,9 +28,9 @@ def select_pages(
             held, full, known = -(-length // tokens), length // tokens, int(bounds.count[b, h])
             nearest = [float("-inf")] * full
             for query in q[b, h].double():
-                found, turned = [], query @ rotation
-                step = turned.abs().max() / 127
-                rounded = (turned / step).round() * step if step else turned
+                found, rotated = [], query @ rotation
+                step = rotated.abs().max() / 127
+                rounded = (rotated / step).round() * step if step else rotated
                 for at in range(min(known, full)):
                     place: tuple[int, ...] = (b, h, at)
                     if bounds.both.ndim == 2:  # by page

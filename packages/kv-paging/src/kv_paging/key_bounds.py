@@ -33,12 +33,15 @@ class KeyBounds:
         """Create bounds of no page, or no codes, for the keys of a layout.
 
         Raises:
-            ValueError: pages have bounds where codes are asked for, or the reverse.
+            ValueError: pages of the layout have codes and `coded` is false, or the reverse.
         """
         self.in_pages = layout.bounds
         if self.in_pages and coded != layout.coded:
-            held, asked = ("codes", "bounds") if layout.coded else ("bounds", "codes")
-            raise ValueError(f"pages of this layout have {held} of keys, and {asked} are asked for")
+            held = "codes" if layout.coded else "bounds"
+            raise ValueError(
+                f"pages of this layout have {held} of their keys, and coded={coded}; use a layout "
+                f"with coded={coded}"
+            )
         if coded:
             code_rotation(layout.format.key.dim, device)  # no step copies it to the device
         dtype = torch.uint8 if coded else DTYPE

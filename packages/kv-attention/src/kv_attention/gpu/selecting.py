@@ -12,7 +12,7 @@ from typing import Final, no_type_check
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float, UInt8
+from jaxtyping import Float, Float16, Float32, UInt8
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -91,11 +91,11 @@ def bound_logits_kernel(
 
 @triton.jit(do_not_specialize=["heads"], do_not_specialize_on_alignment=["rotation"])
 @no_type_check
-def turn_kernel(
+def rotate_kernel(
     q,
     q_strides,
     rotation,
-    turned,
+    rotated,
     step,
     heads,
     GROUP: tl.constexpr,
@@ -106,7 +106,7 @@ def turn_kernel(
 ):
     """Rotate LINE queries of a table row, and round them to -127 to 127 times a step of each.
 
-    `turned` are [table_rows, ROWS, WIDTH], with zeros past DIM, and `step` is [table_rows, ROWS].
+    `rotated` are [table_rows, ROWS, WIDTH], with zeros past DIM, and `step` is [table_rows, ROWS].
     The step of a query with an element that is not finite is not a number, or infinite.
     """
     r, e = tl.program_id(0), tl.arange(0, LINE)
@@ -115,7 +115,7 @@ def turn_kernel(
     most, strange = tl.zeros([LINE], tl.float32), tl.zeros([LINE], tl.int32)
     lines = (DIM + LINE - 1) // LINE
     for line in range(lines):
-        found = turned_columns(rows, g < GROUP, rotation, e + line * LINE, DIM, PART)
+        found = rotated_columns(rows, g < GROUP, rotation, e + line * LINE, DIM, PART)
         most = tl.maximum(most, tl.max(tl.abs(found), 1))
         strange = tl.maximum(strange, tl.max((found != found).to(tl.int32), 1))
     most = tl.where(strange > 0, float("nan"), most)
@@ -123,23 +123,23 @@ def turn_kernel(
     some = most > 1e-30  # smaller queries are zero
     up = tl.where(some, 127.0 / tl.where(some, most, 1.0), 0.0)
     for line in range(lines):
-        found = turned_columns(rows, g < GROUP, rotation, e + line * LINE, DIM, PART) * up[:, None]
+        found = rotated_columns(rows, g < GROUP, rotation, e + line * LINE, DIM, PART) * up[:, None]
         found = found + 12582912.0 - 12582912.0  # to integers, ties to even
         at = (r * ROWS + g)[:, None] * WIDTH + e[None, :] + line * LINE
-        tl.store(turned + at, found.to(tl.float16))
+        tl.store(rotated + at, found.to(tl.float16))
 
 
 @triton.jit
 @no_type_check
-def turned_columns(rows, some, rotation, j, DIM: tl.constexpr, PART: tl.constexpr):
+def rotated_columns(rows, some, rotation, j, DIM: tl.constexpr, PART: tl.constexpr):
     """Multiply queries, by address, by columns j of a rotation, PART dimensions at a time."""
     found = tl.zeros([LINE, LINE], tl.float32)
     for at in range(0, DIM, PART):
         d = at + tl.arange(0, PART)
         x = tl.load(rows[:, None] + d[None, :], mask=some[:, None] & (d < DIM)[None, :], other=0)
         there = (d < DIM)[:, None] & (j < DIM)[None, :]
-        turn = tl.load(rotation + d[:, None] * DIM + j[None, :], mask=there, other=0)
-        found += tl.dot(x.to(tl.float32), turn, input_precision="ieee")
+        matrix = tl.load(rotation + d[:, None] * DIM + j[None, :], mask=there, other=0)
+        found += tl.dot(x.to(tl.float32), matrix, input_precision="ieee")
     return found
 
 
@@ -163,7 +163,7 @@ def word_at(place, some, ALIGNED: tl.constexpr):
 )
 @no_type_check
 def code_logits_kernel(
-    turned,
+    rotated,
     step,
     codes,
     before,
@@ -185,7 +185,7 @@ def code_logits_kernel(
 ):
     """Compute the largest logits of a group of queries in `BLOCK` pages of a table row, from codes.
 
-    `turned` and `step` are those of `turn_kernel`. `codes` begin with `before` other pages, and
+    `rotated` and `step` are those of `rotate_kernel`. `codes` begin with `before` other pages, and
     then are [table_rows, pitch, BYTES]. If PAGED, they are `pitch` * 2 * UNIT bytes apart by page
     of the `table`, after `before` * 2 * UNIT others. The rest is as in `bound_logits_kernel`.
     """
@@ -209,7 +209,7 @@ def code_logits_kernel(
             word = word_at(base + 4 * (line * TOKENS + t), there, PAGED or BYTES % 4 == 0)
             level = 2 * ((word[:, None] >> shift[None, :]) & 3) - 3
             at = (r * ROWS + g)[None, :] * WIDTH + e[:, None] + line * LINE
-            found = tl.dot(level.to(tl.float16), tl.load(turned + at), found)  # exact
+            found = tl.dot(level.to(tl.float16), tl.load(rotated + at), found)  # exact
         scales = (base + 4 * LINES * TOKENS + 2 * t).to(tl.pointer_type(tl.float16))
         scale = tl.load(scales, mask=there, other=0).to(tl.float32)
         size = tl.load(step + r * ROWS + g)
@@ -389,62 +389,33 @@ def select(
     into = torch.empty(batch, heads, width, dtype=torch.int32, device=device)
     left = torch.empty_like(length)
     padded, rows = _power(dim), _power(group)
-    block = max(1, TILE // padded)
     with launching_on(q):
+        stored = base_of(both)[0], before, pitch, table, table.shape[2], count, logits, bounded
         if bounded and bounds.coded:
-            some, lines, most_rows = _power(tokens), code_rows(dim), max(LEAST, rows)
-            wide = max(LEAST, padded)
-            turned = torch.empty(table_rows, most_rows, wide, dtype=torch.float16, device=device)
-            step = torch.empty(table_rows, most_rows, dtype=torch.float32, device=device)
-            turn_kernel[(table_rows, most_rows // LEAST)](
-                q,
-                strides_of(q),
-                code_rotation(dim, device),
-                turned,
-                step,
-                heads,
-                GROUP=group,
-                DIM=dim,
-                ROWS=most_rows,
-                WIDTH=wide,
-                PART=min(wide, 128),
-                num_warps=4,
-            )
-            block = max(1, SLOTS // some)
+            tile = _power(tokens)
+            block = max(1, SLOTS // tile)
+            rotated, step = _rotated(q)
             code_logits_kernel[(table_rows, -(-bounded // block))](
-                turned,
+                rotated,
                 step,
-                base_of(both)[0],
-                before,
-                pitch,
-                table,
-                table.shape[2],
-                count,
-                logits,
-                bounded,
+                *stored,
                 GROUP=group,
-                ROWS=most_rows,
-                WIDTH=wide,
-                LINES=lines,
+                ROWS=rotated.shape[1],
+                WIDTH=rotated.shape[2],
+                LINES=code_rows(dim),
                 TOKENS=tokens,
-                PADDED=some,
+                PADDED=tile,
                 BLOCK=block,
                 PAGED=bounds.in_pages,
                 REVERSE=pages.reverse,
                 num_warps=4,
             )
         elif bounded:
+            block = max(1, TILE // padded)
             bound_logits_kernel[(table_rows, -(-bounded // block))](
                 q,
                 strides_of(q),
-                base_of(both)[0],
-                before,
-                pitch,
-                table,
-                table.shape[2],
-                count,
-                logits,
-                bounded,
+                *stored,
                 heads,
                 GROUP=group,
                 DIM=dim,
@@ -487,6 +458,32 @@ def select(
         longest=min(longest, most * tokens + tokens - 1),
         tiles=None,
     )
+
+
+def _rotated(
+    q: Float[Tensor, "B H G 1 D"],
+) -> tuple[Float16[Tensor, "S G2 D2"], Float32[Tensor, "S G2"]]:
+    """Rotate the queries of each table row and round them; return them with their steps."""
+    batch, heads, group, _, dim = q.shape
+    rows, width = max(LEAST, _power(group)), max(LEAST, _power(dim))
+    lead = batch * heads, rows
+    rotated = torch.empty(*lead, width, dtype=torch.float16, device=q.device)
+    step = torch.empty(lead, dtype=torch.float32, device=q.device)
+    rotate_kernel[(batch * heads, rows // LEAST)](
+        q,
+        strides_of(q),
+        code_rotation(dim, q.device),
+        rotated,
+        step,
+        heads,
+        GROUP=group,
+        DIM=dim,
+        ROWS=rows,
+        WIDTH=width,
+        PART=min(width, 128),
+        num_warps=4,
+    )
+    return rotated, step
 
 
 def _placed(

@@ -72,6 +72,32 @@ def bound_page(
     tl.store(into + DIM + d, less.to(tl.int16), there)
 
 
+@triton.jit
+@no_type_check
+def bounds_at(
+    both,
+    table,
+    width,
+    r,
+    column,
+    columns,
+    step,
+    SIZE: tl.constexpr,
+    UNIT: tl.constexpr,
+    PAGED: tl.constexpr,
+    LAYOUT: tl.constexpr,
+):
+    """Return where the bounds of a page of table row r are.
+
+    `both` are [table_rows, columns, SIZE], or, if PAGED, numbers of pages `step` * UNIT apart.
+    """
+    if PAGED:
+        number = tl.load(entry_of(table, width, r, column, LAYOUT))
+        return both + number.to(tl.int64) * step * UNIT
+    else:
+        return both + (r.to(tl.int64) * columns + column) * SIZE
+
+
 @triton.jit(
     do_not_specialize=["width", "columns", "step"],
     do_not_specialize_on_alignment=["table", "lengths", "count", "both"],
@@ -102,11 +128,9 @@ def bound_kernel(
     first = tl.load(count + r).to(tl.int32) + tl.program_id(1)
     for column in range(first, full, tl.num_programs(1)):
         page = page_at(data, pitch, table, width, r, column, column >= 0, LAYOUT)
-        if PAGED:
-            number = tl.load(entry_of(table, width, r, column, LAYOUT))
-            into = both + number.to(tl.int64) * step * 8
-        else:
-            into = both + (r.to(tl.int64) * columns + column) * (2 * LAYOUT[5][1])
+        into = bounds_at(
+            both, table, width, r, column, columns, step, 2 * LAYOUT[5][1], 8, PAGED, LAYOUT
+        )
         bound_page(page, into, LAYOUT, HOLES, MOST, ROWS)
 
 

@@ -12,11 +12,11 @@ import triton.language as tl
 from torch import Tensor
 
 from kv_paging.gpu.bits import as_float, half_bits, store_bits
-from kv_paging.gpu.bounding import PROGRAMS
+from kv_paging.gpu.bounding import PROGRAMS, bounds_at
 from kv_paging.gpu.codes import clean, coded
 from kv_paging.gpu.numbers import numbers_of
 from kv_paging.gpu.reading import number_at, tier_of
-from kv_paging.gpu.rows import entry_of, page_at, stored
+from kv_paging.gpu.rows import page_at, stored
 from kv_policy import PagedTokens
 from kv_policy.key_codes import MOST_CODED_DIM, code_rotation
 from kv_policy.launching import launching_on
@@ -27,14 +27,14 @@ LINE = tl.constexpr(16)  # dimensions of a row of codes
 
 @triton.jit
 @no_type_check
-def turned(key, rotation, d, there, j, DIM: tl.constexpr):
+def rotated(key, rotation, d, there, j, DIM: tl.constexpr):
     """Multiply keys [rows, K] by columns j of a rotation; row i of keys has dimensions d."""
     inside = there[:, None] & (j < DIM)[None, :]
-    turn = tl.load(rotation + d[:, None] * DIM + j[None, :], mask=inside, other=0.0)
+    matrix = tl.load(rotation + d[:, None] * DIM + j[None, :], mask=inside, other=0.0)
     if key.shape[1] < 16:  # too few for a product of tiles
-        return tl.sum(key[:, :, None] * turn[None, :, :], 1)
+        return tl.sum(key[:, :, None] * matrix[None, :, :], 1)
     else:
-        return tl.dot(key, turn, input_precision="ieee")
+        return tl.dot(key, matrix, input_precision="ieee")
 
 
 @triton.jit
@@ -84,7 +84,7 @@ def code_page(
         product = tl.zeros([ROWS], tl.float32)
         for line in range(LINES):
             j = e + line * LINE
-            x = turned(key, rotation, d, there, j, DIM)
+            x = rotated(key, rotation, d, there, j, DIM)
             code = tl.minimum(tl.maximum(tl.floor(x / divisor + 2.0), 0.0), 3.0)
             product += tl.sum(x * (2.0 * code - 3.0), 1)
             code = tl.where((j < DIM)[None, :], code, 0.0).to(tl.int32)
@@ -125,11 +125,7 @@ def code_kernel(
     first = tl.load(count + r).to(tl.int32) + tl.program_id(1)
     for column in range(first, full, tl.num_programs(1)):
         page = page_at(data, pitch, table, width, r, column, column >= 0, LAYOUT)
-        if PAGED:
-            number = tl.load(entry_of(table, width, r, column, LAYOUT))
-            into = both + number.to(tl.int64) * step * 16
-        else:
-            into = both + (r.to(tl.int64) * columns + column) * BYTES
+        into = bounds_at(both, table, width, r, column, columns, step, BYTES, 16, PAGED, LAYOUT)
         code_page(page, into, rotation, PAGED or BYTES % 4 == 0, LAYOUT, HOLES)
 
 
