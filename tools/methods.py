@@ -31,7 +31,7 @@ LONGER: Final[Mapping[str, str]] = {
     "fastgen": "four strategies, in prompts and in decode steps",
     "formats": "seven codecs, each with its bound",
     "gate": "a network per head, its file, and kernels",
-    "hadamard": "matrices of any size, and pairs of maps",
+    "hadamard": "pairs of maps, and mean keys of a file",
     "kv-compress": "plans of prompts and of decode steps, in pages",
     "kvcrush": "bits of heads, and buckets",
     "leankv": "two tiers, thresholds, and its profile",
