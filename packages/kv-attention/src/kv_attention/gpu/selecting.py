@@ -469,20 +469,21 @@ def _rotated(
     lead = batch * heads, rows
     rotated = torch.empty(*lead, width, dtype=torch.float16, device=q.device)
     step = torch.empty(lead, dtype=torch.float32, device=q.device)
-    rotate_kernel[(batch * heads, rows // LEAST)](
-        q,
-        strides_of(q),
-        code_rotation(dim, q.device),
-        rotated,
-        step,
-        heads,
-        GROUP=group,
-        DIM=dim,
-        ROWS=rows,
-        WIDTH=width,
-        PART=min(width, 128),
-        num_warps=4,
-    )
+    with launching_on(q):
+        rotate_kernel[(batch * heads, rows // LEAST)](
+            q,
+            strides_of(q),
+            code_rotation(dim, q.device),
+            rotated,
+            step,
+            heads,
+            GROUP=group,
+            DIM=dim,
+            ROWS=rows,
+            WIDTH=width,
+            PART=min(width, 128),
+            num_warps=4,
+        )
     return rotated, step
 
 
