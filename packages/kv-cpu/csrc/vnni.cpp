@@ -12,7 +12,18 @@
 
 namespace kv {
 
+namespace {
+// Codes of 3 bits are unpacked row by row.
+bool strips(const Format& format) { return is_taken(format) && format.bits != 3; }
+
+void soften_vnni(float* logits, int count, int group, float* top, float* total, float* sums,
+                 int width, Ahead& ahead) {
+  Share share(ahead, kSoftenPart, group * ((count + 4 * kVector - 1) / (4 * kVector)));
+  soften_with(logits, count, group, top, total, sums, width, [&] { share.more(); });
+}
+}  // namespace
+
 extern const Kernels vnni_kernels = {"vnni", prepared_size, prepare, dot_vnni, weigh_vnni,
-                                     soften, observe, renew, widen, bound};
+                                     soften_vnni, observe, renew, widen, bound, strips};
 
 }  // namespace kv
