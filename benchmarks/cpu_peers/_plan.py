@@ -11,7 +11,7 @@ ENGINES: Final = {
     "llama.cpp": ("peers-llama", "llama_engine.py"),
 }
 SIXTEEN: Final = ("bf16", "f16")  # weights of equal work; others are reported beside them
-HELD: Final = 32_768  # tokens of all sequences, above which ways that are far behind are left out
+HELD: Final = 32_768  # tokens of all sequences, above which `CROWDED` are left out
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,13 @@ WAYS: Final = (
     Way("llama.cpp", "bf16:q4_0"),
     Way("llama.cpp", "gguf:q8_0"),
 )
+# Ways that the largest cell has no room for: with 8 sequences of 4,096 tokens their steps took
+# longest, or they cannot be compared, as their nats are unknown.
+CROWDED: Final = frozenset(
+    way
+    for way in WAYS
+    if way.engine == "llama.cpp" or way.spec in ("f16:u4/u4", "f16:u8/u8+evict=0.25")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +78,17 @@ class Cell:
     def ways(self, *, equal: bool) -> tuple[Way, ...]:
         """Those with weights of 16 bits, or the others.
 
-        transformers' own cache copies all it holds at each step, so a batch has no room for it.
-        All caches of a cell are held at once: the largest has no room for llama.cpp's quantized
-        caches, whose steps with 8 sequences of 4,096 tokens took two to four times the best.
+        transformers' own cache copies all it holds at each step, so a batch has no room for it. All
+        caches of a cell are held at once, so the largest leaves out `CROWDED`.
         """
+        left = CROWDED if self.batch * self.tokens > HELD else frozenset()
         return tuple(
-            way for way in WAYS if (way.weights in SIXTEEN) is equal and not self._leaves(way)
+            way
+            for way in WAYS
+            if (way.weights in SIXTEEN) is equal
+            and way not in left
+            and (self.batch == 1 or way.spec != "full")
         )
-
-    def _leaves(self, way: Way) -> bool:
-        if way.engine == "llama.cpp" and not way.spec.endswith(":f16"):
-            return self.batch * self.tokens > HELD
-        return self.batch > 1 and way.spec == "full"
 
 
 def cell(text: str) -> Cell:

@@ -35,11 +35,12 @@ class OpenVino:
     def open(self, way: str, prompt: Sequence[int], batch: int, room: int) -> Opened:
         """Read a prompt for each sequence, in a pipeline with as much memory as they need.
 
-        A pipeline stays until another size is asked.
+        A pipeline stays until another size is asked, of any way.
         """
         size = len(prompt), batch, len(prompt) + room
-        if self._made.get(way, ((), None))[0] != size:
-            self._made.pop(way, None)  # frees its memory before there is another
+        for other in [name for name, (made, _) in self._made.items() if made != size]:
+            del self._made[other]  # frees its memory before there is another
+        if way not in self._made:
             self._made[way] = size, self._pipeline(way, *size)
         _, pipeline = self._made[way]
         _read(pipeline, 0, prompt[:64], 2)  # all its parts have run once
