@@ -137,11 +137,11 @@ def test_heads_have_dimensions_and_tokens_of_their_own(
         ((3,), case(3, H=1, D=1, Dv=1, tiers=[], **some)),
     ]
     step, wanted = grouped(parts, 4)
-    copies = torch.empty(2, 4, 1, 33), torch.empty(2, 4, 1, 24)
+    copies = torch.empty(2, 4, 33), torch.empty(2, 4, 24)
     found = done(replace(step, copies=copies))
     torch.testing.assert_close(found.out, wanted, rtol=near, atol=near)
     for copy, given in zip(copies, (step.key, step.value), strict=True):
-        torch.testing.assert_close(copy.squeeze(2), given[BEFORE:-AFTER], equal_nan=True)
+        torch.testing.assert_close(copy, given[BEFORE:-AFTER], equal_nan=True)
     assert step.output[:BEFORE].isnan().all()
     assert step.output[-AFTER:].isnan().all()
 
@@ -224,7 +224,7 @@ def test_new_tokens_are_stored_and_copied(near: float, case: Callable[..., Case]
     step = inputs(made)
     tokens = len(step.key) - AFTER
     where = places(tokens, 2, (6, 3))
-    copies = torch.empty(2, 2, 1, 6), torch.empty(2, 2, 1, 3)
+    copies = torch.empty(2, 2, 6), torch.empty(2, 2, 3)
     done(replace(step, places=where, copies=copies))
     (key_at, _, key_bytes), (value_at, _, value_bytes) = where.layout.segments
     untouched = torch.ones_like(where.data, dtype=torch.bool)
@@ -237,7 +237,7 @@ def test_new_tokens_are_stored_and_copied(near: float, case: Callable[..., Case]
             untouched[page, span] = False
     assert (where.data[untouched] == 255).all()
     for copy, given in zip(copies, (step.key, step.value), strict=True):
-        assert torch.equal(copy.squeeze(2), given[BEFORE:-AFTER])
+        assert torch.equal(copy, given[BEFORE:-AFTER])
 
 
 def test_rows_of_one_request_see_tokens_as_stored(near: float, case: Callable[..., Case]) -> None:

@@ -139,7 +139,7 @@ class RowInputs:
     softcap: float | None = None
     sinks: Float[Tensor, "H G"] | None = None
     places: TokenPlaces | None = None
-    copies: tuple[Float[Tensor, "B H 1 R"], Float[Tensor, "B H 1 Rv"]] | None = None
+    copies: tuple[Float[Tensor, "B H R"], Float[Tensor, "B H Rv"]] | None = None
     observations: tuple[Observe, ...] = (Observe(0),)
     running: Running | None = None
     page_positions: Sequence[Int[Tensor, "B H _"] | None] = ()

@@ -1,6 +1,7 @@
 """Conversion of arguments and results for the native operators."""
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Final
 
 import torch
@@ -61,9 +62,15 @@ def parts(inputs: AttentionInputs, *, watched: bool) -> tuple[list[Tensor], list
 
 def watches(watched: Iterable[Observe]) -> tuple[list[int], list[float]]:
     """Return the numbers of all observations, and their thresholds of counted shares."""
-    watched = [what for what in watched if what.last != 0]
-    numbers = [number for what in watched for number in _watch(what)]
-    return numbers, [what.above or 0.0 for what in watched]
+    numbers, above = _watches(tuple(watched))
+    return [*numbers], [*above]
+
+
+@lru_cache(maxsize=64)
+def _watches(watched: tuple[Observe, ...]) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    some = [what for what in watched if what.last != 0]
+    numbers = (number for what in some for number in _watch(what))
+    return tuple(numbers), tuple(what.above or 0.0 for what in some)
 
 
 def to_attended(

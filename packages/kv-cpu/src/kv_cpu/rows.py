@@ -1,10 +1,10 @@
 """Decode steps on an engine's tensors: attention, output and storing in one call per layer."""
 
-from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from kv_attention import Attended, RowInputs, RowMaps, longest_of
@@ -85,30 +85,42 @@ def decode_rows(inputs: RowInputs) -> Attended | None:
         [] if sinks is None else [sinks.float().contiguous()],
         store,
         tier,
-        [] if inputs.copies is None else [x.squeeze(2) for x in inputs.copies],
+        inputs.copies or (),
         [] if inputs.maps is None else inputs.maps.tensors,
         [] if inputs.maps is None else inputs.maps.kinds,
         chosen(),
     )
-    rows = inputs.output[inputs.first : inputs.first + inputs.position.shape[0]]
-    out = rows.unflatten(1, (inputs.key.shape[1], -1)).unsqueeze(3)
-    result = Attended.of(to_attended(out, found, inputs.observations))
-    return result if inputs.running is None else replace(result, rescored=True)
+    out = _rows_of(inputs)
+    if not watching and len(inputs.observations) == 1:
+        return Attended(out)
+    if inputs.running is not None:  # of the parts, new tokens alone have sums
+        return Attended(out, (found[-2][0],), (found[-1][0],), rescored=True)
+    return Attended.of(to_attended(out, found, inputs.observations))
+
+
+def _rows_of(inputs: RowInputs) -> Float[Tensor, "B H G 1 Dv"]:
+    """Return the sequences' rows of the output, in one operation, as each layer does it."""
+    output, heads = inputs.output, inputs.key.shape[1]
+    by_token, by_query, _ = output.stride()
+    group = output.shape[1] // heads
+    shape = inputs.position.shape[0], heads, group, 1, output.shape[2]
+    step = by_token, group * by_query, by_query, 1, 1
+    return output.as_strided(shape, step, output.storage_offset() + inputs.first * by_token)
 
 
 def declined(inputs: RowInputs) -> str | None:
     """Return why native code does not compute attention on these tensors; None if it does."""
     q, key, value, output = inputs.query, inputs.key, inputs.value, inputs.output
-    if not {q.dtype, key.dtype, value.dtype, output.dtype} <= NUMBERS.keys():
-        return "vectors in float64"
+    for x in (q, key, value, output):
+        if x.dtype not in NUMBERS:
+            return "vectors in float64"
+        if x.stride(2) != 1:
+            return "vectors whose numbers are not consecutive"
     if not q.is_cpu:
         return f"tensors on {q.device.type}"
     (_, heads, dim), (_, kv_heads, value_dim) = q.shape, value.shape
     if heads > MOST_GROUP * kv_heads or max(dim, value_dim) > MOST_DIM:
         return f"more than {MOST_GROUP} queries of a KV head, or {MOST_DIM} dimensions"
-    for x in (q, key, value, output):
-        if x.stride(2) != 1:
-            return "vectors whose numbers are not consecutive"
     for what in inputs.observations:
         if what.last != 0 and (what.skip > 1 or what.gumbel is not None):
             return "an observation needs positions or noise"

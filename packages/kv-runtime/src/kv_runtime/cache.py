@@ -27,7 +27,7 @@ from kv_runtime import checks
 from kv_runtime.attention import attended, pages_read
 from kv_runtime.backends import AUTO, checked_backend
 from kv_runtime.bases import Bases, Folded, by_stored_head
-from kv_runtime.batch import Batch, LayerRows, rolls_back
+from kv_runtime.batch import Batch, rolls_back
 from kv_runtime.copies import to_device
 from kv_runtime.expanded import Expanded, attended_by_head, observes_tail
 from kv_runtime.forward_pass import Forward, Pass
@@ -38,6 +38,7 @@ from kv_runtime.memory import MemoryReport
 from kv_runtime.replay import ReplayChunk, Rereading, WaitingPrompts
 from kv_runtime.retain.keep_all import KeepAll
 from kv_runtime.retain.selected import KeepSelected
+from kv_runtime.row_pass import RowPass
 from kv_runtime.saved import (
     CacheFacts,
     CacheState,
@@ -153,8 +154,7 @@ class PolicyCache:
         self._alone: bool | None = None  # the answer of `attends_alone` in this pass
         self._order: Tensor | None = None  # the columns of this pass by position, if it needs them
         self._goes_on = False  # whether prompts continue in a later pass
-        self._views: list[LayerRows] | None = None  # of the pass, by layer
-        self._places: tuple[Int[Tensor, "B H W"] | None, ...] = ()  # of the same tokens, if read
+        self._rows: RowPass | None = None  # of the pass
         self._in_rows = False  # whether `attend` may decode as `attend_rows`
         self._shared: SharedLayer | None = None
         self._waiting: WaitingPrompts | None = None
@@ -218,8 +218,8 @@ class PolicyCache:
         self._keeper.prepare(batch, now)
         batch.update_bounds(now.whole)
         self.batch, self._pass, self._next_layer = batch, now, 0
-        self._alone = self._order = self._views = None
-        self._places, self._in_rows = (), self._decode_rows is not None and not now.whole.is_prefill
+        self._alone = self._order = self._rows = None
+        self._in_rows = self._decode_rows is not None and not now.whole.is_prefill
         self._goes_on = now.whole.is_partial_prefill
         prompts = [part.now for part in now.parts if part.now.is_prefill]
         self._waiting = WaitingPrompts(prompts[0]) if prompts and self.replay is not None else None
@@ -366,29 +366,26 @@ class PolicyCache:
         alone = len(now.parts) == 1 and position.shape[1] == 1 and now.whole.reach is None
         if now.whole.is_prefill or not alone or self.reads_queries:
             return False
-        running = self._keeper.running
-        if batch.pool.shares:  # a shared page is copied before its scores are updated
-            running = None
         if layer == 0:
-            self._views = batch.layer_rows()
-            self._places = () if running is None else batch.window_positions()
-        if self._views is None:
+            # A page that others hold, too, is copied before its scores are updated.
+            running = None if batch.pool.shares else self._keeper.running
+            self._rows = RowPass.of(batch, running, key, value)
+        rows = self._rows
+        if rows is None:
             return False
-        maps, into, shape = None, output, self.layout.shape
+        maps, into = None, output
         if self.bases is not None:
             checks.check_shift(self.policy, self.bases.key_maps[layer], softcap, sinks)
             maps = self.bases.row_maps[layer]
             query, key, value, into = self.bases.unpadded(layer, query, key, value, output)
-        lead = len(position), key.shape[1], 1
-        keys, values = key.new_empty(*lead, shape.key_dim), value.new_empty(*lead, shape.value_dim)
-        pages, groups = self._views[layer]
+        pages, groups = rows.pages[layer]
         pages = pages_read(batch, layer, query, first, pages, self.policy.reading, self.backend)
         inputs = RowInputs(
             *(query, key, value, into, first, position, pages, scale, softcap, sinks),
-            copies=(keys, values),
+            copies=rows.copies[layer],
             observations=(self.observe,),
-            running=running,
-            page_positions=self._places,
+            running=rows.running,
+            page_positions=rows.places,
             maps=maps,
             groups=groups,
         )
@@ -397,7 +394,7 @@ class PolicyCache:
             return False
         if into is not output:
             output[first : first + len(position), :, into.shape[2] :] = 0
-        self.keep(layer, keys, values, result)
+        self.keep(layer, *rows.fresh[layer], result)
         return True
 
     def begin_drafts(self, drafts: Sequence[Bool[Tensor, "B 1"]]) -> Verified:
