@@ -3,8 +3,9 @@
 #include <cmath>
 #include <limits>
 #include <numeric>
+#include <optional>
 
-#include "prompt_pass.h"
+#include "prompt_mass.h"
 
 namespace kv {
 namespace {
@@ -15,14 +16,6 @@ constexpr float kLog2 = 1.44269504f;
 
 std::vector<Line> room(int64_t bytes) { return std::vector<Line>((bytes + 63) / 64); }
 
-// A block of tokens that get their largest probability, and how many of its panels the rows of each
-// tile may see.
-struct KeptBlock {
-  int part;
-  std::vector<Run> runs;
-  std::vector<int> panels;
-};
-
 struct Scratch {
   std::vector<Line> wide, narrow;  // queries
   std::vector<Line> top, total, sums, shift, totals;
@@ -30,11 +23,11 @@ struct Scratch {
   std::vector<int> rank, start;
   std::vector<RowTile> tiles;  // that see tokens of a block
   int latest[kPanels], earliest[kPanels];
-  // for the largest probabilities: logits of a task by block and tile, the log-sum-exp of its rows
-  // in base 2, and the largest logarithms so far of each part's tokens [B, H, width]
+  // for the largest probabilities, or their sums: logits of a task by block and tile, or weights by
+  // block and panel, with their tops, and the log-sum-exp of its rows in base 2
   std::vector<KeptBlock> blocks;
-  std::vector<Line> kept, lse;
-  std::vector<std::vector<float>> largest;
+  std::vector<Line> kept, tops, lse, factors;
+  std::vector<std::vector<float>> largest;  // logarithms so far of each part's tokens [B, H, width]
 };
 
 class Attender {
@@ -49,12 +42,17 @@ class Attender {
       if (!holds_any(part)) continue;  // as the pages of a prompt's first chunk
       (is_narrow(part.key) ? any_narrow_ : any_wide_) = true;
       any_scaled_ |= is_scaled(part.key);
+      floats_ = std::max(floats_, kept_floats(is_narrow(part.value)));
     }
     for (size_t i = 0; i < prompt.largest.size(); ++i) kept_ += job_.parts[i].width;
-    const Tasks found(job_, sequences_, starts_, kept_, workers);
+    const bool sums = !job_.watches.empty();
+    for (int64_t i = 0; i < job_.table_rows() && sums; ++i) kept_ = std::max(kept_, tokens(i));
+    const Tasks found(job_, sequences_, starts_, sums ? kept_ * floats_ / kPanel : kept_, workers);
     tasks_ = found.all;
+    if (sums) masses_.emplace(prompt.job, sequences_, tasks_);
     scratch_.resize(workers);
     const int64_t rows = (found.most + tile_rows() - 1) / tile_rows() * tile_rows();
+    kept_rows_ = padded(int(rows));
     for (Scratch& scratch : scratch_) make(scratch, rows);
   }
 
@@ -63,6 +61,7 @@ class Attender {
       if (int64_t(sequences_[b].place.size()) < prompt_.chunk.length) clear_padding(b);
     parallel(int64_t(scratch_.size()),
              [](int64_t i, void* me) { static_cast<Attender*>(me)->work(int(i)); }, this);
+    if (masses_ && fault_.part < 0) masses_->finish(fault_);
     for (size_t part = 0; part < prompt_.largest.size(); ++part)
       for (int64_t i = 0; i < job_.table_rows() * job_.parts[part].width; ++i) {
         float most = -INFINITY;
@@ -115,9 +114,11 @@ class Attender {
     for (size_t i = 0; i < prompt_.largest.size(); ++i)
       scratch.largest.emplace_back(job_.table_rows() * job_.parts[i].width, -INFINITY);
     if (kept_) {
-      const int64_t blocks = kept_ / kBlock + int64_t(prompt_.largest.size());
-      scratch.kept = room(4 * rows * kBlock * blocks);
-      scratch.lse = room(4 * rows);
+      const int64_t blocks = kept_ / kBlock + int64_t(job_.parts.size());
+      scratch.kept = room(4 * (masses_ ? kept_rows_ * kPanels * floats_ : rows * kBlock) * blocks);
+      scratch.lse = room(4 * kept_rows_);
+      scratch.tops = room(masses_ ? 4 * kTops * kept_rows_ * blocks : 0);
+      scratch.factors = room(4 * kTops * kept_rows_);
     }
     const int dim = int(job_.key_dim), panels = panels_of(int(job_.value_dim));
     scratch.wide = room((any_wide_ ? rows : 1) * row_bytes(dim, false));
@@ -142,14 +143,23 @@ class Attender {
       const Task& task = tasks_[i];
       begin(task, scratch);
       Block block;
-      int64_t tokens = 0;
-      for (const Part& part : job_.parts) tokens += part.count(task.table_row);
-      Cursor cursor(job_, task.table_row, 0, tokens, fault_);
+      Cursor cursor(job_, task.table_row, 0, tokens(task.table_row), fault_);
       scratch.blocks.clear();
       while (cursor.next(block)) attend(task, block, scratch);
       finish(task, scratch);
-      find_largest(task, scratch);
+      if (masses_) {
+        sum(task, scratch);
+        masses_->add(i, std::move(scratch.blocks));
+      } else {
+        find_largest(task, scratch);
+      }
     }
+  }
+
+  int64_t tokens(int64_t table_row) const {
+    int64_t sum = 0;
+    for (const Part& part : job_.parts) sum += part.count(table_row);
+    return sum;
   }
 
   int64_t tile_rows() const { return prompt_.kernels->rows; }
@@ -206,15 +216,19 @@ class Attender {
         keys.narrow ? scratch.narrow.data() : scratch.wide.data());
     const int sums = panels_of(value_dim) * kPanel;
     const bool keeps = size_t(block.part) < prompt_.largest.size();
-    if (keeps) scratch.blocks.push_back({block.part, {block.run, block.run + block.runs}, {}});
+    const auto kept = int64_t(scratch.blocks.size());
+    if (keeps || masses_)
+      scratch.blocks.push_back({block.part, {block.run, block.run + block.runs}, {}});
+    float* weights = masses_ ? weights_of(kept, scratch) : nullptr;
+    float* tops = masses_ ? tops_of(kept, scratch) : nullptr;
+    const int floats = kept_floats(values.narrow);
     scratch.tiles.clear();
     for (int64_t r = 0; r < rows(task); r += tile_rows()) {
       const int last = scratch.rank[std::min(r + tile_rows(), rows(task)) - 1];
       int held = panels;
       while (held > 0 && scratch.earliest[held - 1] > last) --held;
-      if (keeps) scratch.blocks.back().panels.push_back(held);
+      if (keeps || masses_) scratch.blocks.back().panels.push_back(held);
       if (held == 0) continue;
-      const int64_t kept = int64_t(scratch.blocks.size()) - 1;
       scratch.tiles.push_back({int(std::min(tile_rows(), rows(task) - r)),
                                held,
                                queries + r * row_bytes(dim, keys.narrow),
@@ -228,7 +242,10 @@ class Attender {
                                keeps ? logits_of(task, kept, r, scratch)
                                      : scratch.logits[0].numbers,
                                scratch.weights[0].numbers,
-                               scratch.found[0].numbers});
+                               scratch.found[0].numbers,
+                               weights ? weights + r * floats : nullptr,
+                               tops ? tops + r : nullptr,
+                               int(kept_rows_)});
     }
     prompt_.kernels->attend(packed, job_.scale * kLog2, job_.softcap * kLog2, scratch.tiles.data(),
                             int(scratch.tiles.size()));
@@ -238,6 +255,36 @@ class Attender {
   float* logits_of(const Task& task, int64_t block, int64_t r, Scratch& scratch) const {
     const int64_t tiles = (rows(task) + tile_rows() - 1) / tile_rows();
     return scratch.kept[0].numbers + (block * tiles + r / tile_rows()) * tile_rows() * kBlock;
+  }
+
+  float* weights_of(int64_t block, Scratch& scratch) const {
+    return scratch.kept[0].numbers + block * kPanels * kept_rows_ * floats_;
+  }
+  float* tops_of(int64_t block, Scratch& scratch) const {
+    return scratch.tops[0].numbers + block * kTops * kept_rows_;
+  }
+
+  // Sums the probabilities of a task's blocks, whose log-sum-exp is known now.
+  void sum(const Task& task, Scratch& scratch) const {
+    int start[kBlock], first[kPanels];
+    for (size_t i = 0; i < scratch.blocks.size(); ++i) {
+      KeptBlock& block = scratch.blocks[i];
+      const auto begin = block.panels.begin(), end = block.panels.end();  // ascending
+      const int panels = *(end - 1), heads = masses_->heads();
+      for (int panel = 0; panel < panels; ++panel)
+        first[panel] = int(tile_rows() * (std::upper_bound(begin, end, panel) - begin));
+      const KeptRows kept{int(rows(task)),
+                          int(kept_rows_),
+                          is_narrow(job_.parts[block.part].value),
+                          weights_of(int64_t(i), scratch),
+                          tops_of(int64_t(i), scratch),
+                          scratch.lse[0].numbers,
+                          scratch.rank.data(),
+                          first,
+                          masses_->starts(task.table_row, block, start)};
+      block.sums.assign(heads * kBlock, 0.0f);
+      prompt_.kernels->mass(kept, panels, heads, scratch.factors[0].numbers, block.sums.data());
+    }
   }
 
   // Raises the largest probabilities by those of a task, whose log-sum-exp is known now.
@@ -324,7 +371,11 @@ class Attender {
   std::vector<Sequence> sequences_;
   std::vector<int64_t> latest_;
   std::vector<std::vector<int>> starts_;  // per part, sequence and slot
-  int64_t kept_ = 0;  // tokens that get their largest probability
+  static constexpr int kTops = kPanels / kTopPanels;
+  int64_t kept_ = 0;  // most tokens of a task whose logits or weights are kept
+  int64_t kept_rows_ = 0;
+  int floats_ = 0;  // of a row's kept weights of a panel
+  std::optional<Masses> masses_;
   bool any_narrow_ = false, any_wide_ = false, any_scaled_ = false;  // of the parts' keys
   std::vector<Task> tasks_;
   std::vector<Scratch> scratch_;

@@ -39,6 +39,26 @@ struct RowTile {
   // buffers for the logits and weights of a block, and for products that are added to the sums;
   // those of logits are the tile's own if it keeps them
   float *logits, *weights, *found;
+  // where the rows' weights of the block are kept, if they are, as in KeptRows
+  float *kept, *kept_tops;
+  int kept_rows;  // from a panel to the next, or from some tops to the next
+};
+
+constexpr int kTopPanels = 4;  // of a block, with the same tops
+
+// Floats of a row's weights of a panel.
+constexpr int kept_floats(bool narrow) { return narrow ? kPanel / 2 : kPanel; }
+
+// The kept weights of a task's rows for a block of tokens, relative to 2**top.
+struct KeptRows {
+  int count, room;  // rows in use, and all
+  bool narrow;      // bfloat16 numbers
+  const float* weights;  // panel x row x kPanel
+  const float* tops;     // of kTopPanels panels x row
+  const float* lse;      // of each row, in base 2
+  const int* rank;       // as in RowTile
+  const int* first;      // per panel, the first row whose weights are kept
+  const int* start;      // per token, the first query that counts; null: all that see it
 };
 
 // The kernels of one instruction set.
@@ -57,6 +77,9 @@ struct PromptKernels {
   // most[i] = the maximum of logits - lse, both in base 2, over the first rows of a tile, if it is
   // above; NaN if one is. Logits are as `attend` leaves them.
   void (*raise)(const float* logits, int panels, int rows, const float* lse, float* most);
+  // sums[head][t] += the probabilities of the rows whose index is `head` modulo `heads`; `by` is a
+  // buffer for a number per top.
+  void (*mass)(const KeptRows&, int panels, int heads, float* by, float* sums);
 };
 
 extern const PromptKernels plain_prompt;

@@ -4,6 +4,6 @@
 namespace kv {
 
 extern const PromptKernels amx_prompt = {
-    true, kRows, put_query, pack_keys, pack_values, attend, finish, raise};
+    true, kRows, put_query, pack_keys, pack_values, attend, finish, raise, mass};
 
 }  // namespace kv

@@ -5,6 +5,6 @@
 namespace kv {
 
 extern const PromptKernels amx_emulated_prompt = {
-    true, kRows, put_query, pack_keys, pack_values, attend, finish, raise};
+    true, kRows, put_query, pack_keys, pack_values, attend, finish, raise, mass};
 
 }  // namespace kv

@@ -3,6 +3,6 @@
 namespace kv {
 
 extern const PromptKernels avx512_prompt = {
-    false, kRows, put_query, pack_keys, pack_values, attend_plainly, finish, raise};
+    false, kRows, put_query, pack_keys, pack_values, attend_plainly, finish, raise, mass};
 
 }  // namespace kv

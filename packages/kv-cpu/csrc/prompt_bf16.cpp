@@ -3,6 +3,6 @@
 namespace kv {
 
 extern const PromptKernels bf16_prompt = {
-    true, kRows, put_query, pack_keys, pack_values, attend_plainly, finish, raise};
+    true, kRows, put_query, pack_keys, pack_values, attend_plainly, finish, raise, mass};
 
 }  // namespace kv

@@ -18,24 +18,39 @@ const PromptKernels* const levels[] = {
 #endif
 };
 
+// Reads the watch, if any: sums of probabilities over all queries, and over a group as they are.
+void read_watch(Job& job, const std::vector<int64_t>& numbers, int64_t scored) {
+  if (numbers.empty()) return;
+  read_watches(job, numbers, {0.0});
+  const Watch& watch = job.watches[0];
+  if (watch.terms.size() > 1 || watch.terms[0] != Term::kPlain || watch.group == Group::kMax)
+    refuse("the watch has ", watch.terms.size(), " terms, and not one sum of probabilities over ",
+           "heads; attention_mass sums others");
+  within({"skip of the watch"}, watch.skip, 0, 1);
+  if (scored) refuse(scored, " parts are scored and a watch is given; give at most one of them");
+}
+
 // The output [B, H, G, L, Dv] in the queries' dtype, the log-sum-exp [B, H, G, L], and of each of the
-// first `scored` parts the largest probabilities [B, H, width]; the last two in float32.
+// first `scored` parts the largest probabilities [B, H, width]; the last two in float32. With a
+// watch, then of each part the sums [1, B, H, width] in float32 and the counts [1, B, H, width].
 std::vector<Tensor> attended(Tensor q, Tensor position, std::vector<Tensor> tensors,
-                             std::vector<int64_t> parts, int64_t scored, int64_t value_dim,
-                             double scale, double softcap, std::vector<Tensor> sinks, Name isa) {
+                             std::vector<int64_t> parts, std::vector<int64_t> watch, int64_t scored,
+                             int64_t value_dim, double scale, double softcap,
+                             std::vector<Tensor> sinks, Name isa) {
   Prompt prompt;
   Job& job = prompt.job;
   prompt.chunk = read_chunk(job, q, position, value_dim, scale, isa);
   read_softmax(job, softcap, sinks);
   prompt.kernels = levels[level_of(isa.text)];
   prompt.coder = coder(isa.text.c_str());
-  std::vector<Tensor> results, none;
+  read_watch(job, watch, scored);
+  std::vector<Tensor> results;
   const int64_t length = prompt.chunk.length;
   results.push_back(torch::stable::new_empty(
       q, {job.sequences, job.heads, job.group, length, value_dim}, q.scalar_type()));
   results.push_back(torch::stable::new_empty(q, {job.sequences, job.heads, job.group, length},
                                              ScalarType::Float));
-  read_parts(job, q, tensors, parts, false, none);
+  read_parts(job, q, tensors, parts, true, results);
   prompt.out = static_cast<uint8_t*>(results[0].mutable_data_ptr());
   job.lse = static_cast<float*>(results[1].mutable_data_ptr());
   within({"scored"}, scored, 0, int64_t(job.parts.size()));
@@ -58,8 +73,8 @@ std::vector<Tensor> attended(Tensor q, Tensor position, std::vector<Tensor> tens
 
 STABLE_TORCH_LIBRARY_FRAGMENT(kv_cpu, m) {
   m.def(
-      "prompt(Tensor q, Tensor position, Tensor[] tensors, int[] parts, int scored, int value_dim, "
-      "float scale, float softcap, Tensor[] sinks, str isa) -> Tensor[]");
+      "prompt(Tensor q, Tensor position, Tensor[] tensors, int[] parts, int[] watch, int scored, "
+      "int value_dim, float scale, float softcap, Tensor[] sinks, str isa) -> Tensor[]");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(kv_cpu, CPU, m) { m.impl("prompt", KV_BOX(&kv::attended)); }

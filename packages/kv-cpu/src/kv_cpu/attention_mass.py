@@ -22,18 +22,24 @@ def attend(inputs: AttentionInputs, isa: str | None = None) -> Attended:
     """Compute attention, then sum the attention mass natively unless `declined` returns a reason.
 
     Attention of many queries is native unless `prompt.declined` returns a reason, and that of few
-    queries over pages. All observations are computed together, in float32. Errors are those of
-    `backend.attend`.
+    queries over pages. Native attention sums one observation of all queries itself (`prompt.sums`);
+    all others are computed together, in float32. Errors are those of `backend.attend`.
     """
+    summed: dict[Observe, Attended] = {}
     if prompt.declined(inputs, isa) is None:
-        found = prompt.attend_to_all(inputs, isa)
-        done = Forward(inputs, parts_of(inputs), found.out, found.lse)
+        first = next((what for what in inputs.observations if prompt.sums(inputs, what)), None)
+        if first is None:
+            found = prompt.attend_to_all(inputs, isa)
+            done = Forward(inputs, parts_of(inputs), found.out, found.lse)
+        else:
+            done, summed[first] = prompt.attend_and_sum(inputs, first, isa)
     else:
         done = forward(inputs, multi_query_decode(inputs, isa))
-    native = [what for what in inputs.observations if declined(inputs, what) is None]
-    natively = iter(observe_all(done, native, isa))
+    rest = [what for what in inputs.observations if what not in summed]
+    native = [what for what in rest if declined(inputs, what) is None]
+    summed |= zip(native, observe_all(done, native, isa), strict=True)
     return Attended.of(
-        next(natively) if what in native else attention_mass(done, what)
+        summed[what] if what in summed else attention_mass(done, what)
         for what in inputs.observations
     )
 

@@ -13,7 +13,7 @@ import torch
 FORCE: Final = "KV_CPU_ISA"  # the environment variable that names an instruction set
 FILE: Final = "libkv_cpu.so"  # on macOS too: CMake calls a module so
 MAGIC: Final = b"\xcf\xfa\xed\xfe" if sys.platform == "darwin" else b"\x7fELF\x02"
-INTERFACE: Final = 13  # version of the operators' signatures; equal to the library's
+INTERFACE: Final = 14  # version of the operators' signatures; equal to the library's
 
 
 def missing() -> str | None:

@@ -6,10 +6,12 @@ online softmax (FlashAttention; Dao et al., 2022).
 
 import torch
 
-from kv_attention import AttentionInputs, Partial, Scored
-from kv_cpu.arguments import parts, refused, softmax
+from kv_attention import Attended, AttentionInputs, Partial, Scored
+from kv_attention.torch_backend import Forward, parts_of
+from kv_cpu.arguments import parts, refused, softmax, to_attended, watches
 from kv_cpu.few import MOST
 from kv_cpu.library import chosen
+from kv_policy import Observe
 
 
 def attend_to_all(inputs: AttentionInputs, isa: str | None = None) -> Partial:
@@ -36,6 +38,7 @@ def attend_and_score(inputs: AttentionInputs, scored: int, isa: str | None = Non
         inputs.q,
         inputs.position.long().contiguous(),
         *parts(inputs, watched=False),
+        [],
         scored,
         inputs.value_dim,
         inputs.scale,
@@ -43,6 +46,44 @@ def attend_and_score(inputs: AttentionInputs, scored: int, isa: str | None = Non
         isa or chosen(),
     )
     return Scored(Partial(out, lse), tuple(largest))
+
+
+def attend_and_sum(
+    inputs: AttentionInputs, what: Observe, isa: str | None = None
+) -> tuple[Forward, Attended]:
+    """Compute attention over all parts, and sums of probabilities over all queries with it.
+
+    Weights are kept until the log-sum-exp of their queries is known, as `attend_and_score` does
+    with logits: those of bfloat16 values as bfloat16 numbers, like those that are multiplied.
+
+    Args:
+        inputs: the pass.
+        what: an observation that `sums` is true for.
+        isa: the instruction set to use; None: that of `chosen`.
+
+    Raises:
+        RuntimeError: as `attend_to_all`.
+    """
+    watch, _ = watches([what])
+    out, lse, *found = torch.ops.kv_cpu.prompt(
+        inputs.q,
+        inputs.position.long().contiguous(),
+        *parts(inputs, watched=True),
+        watch,
+        0,
+        inputs.value_dim,
+        inputs.scale,
+        *softmax(inputs),
+        isa or chosen(),
+    )
+    return Forward(inputs, parts_of(inputs), out, lse), *to_attended(out, found, [what])
+
+
+def sums(inputs: AttentionInputs, what: Observe) -> bool:
+    """Return whether `attend_and_sum` sums this observation: masses alone, of all queries."""
+    of_all = what.last is None or what.last >= inputs.q.shape[3]
+    plain = what.power == 1 and what.above is None and what.gumbel is None and not what.also
+    return of_all and plain and what.skip <= 1 and what.group != "max"
 
 
 def attend_partly(inputs: AttentionInputs, scored: int) -> Scored | None:
