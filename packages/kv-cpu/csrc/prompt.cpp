@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "prompt_mass.h"
+#include "uninitialized.h"
 
 namespace kv {
 namespace {
@@ -26,7 +27,8 @@ struct Scratch {
   // for the largest probabilities, or their sums: logits of a task by block and tile, or weights by
   // block and panel, with their tops, and the log-sum-exp of its rows in base 2
   std::vector<KeptBlock> blocks;
-  std::vector<Line> kept, tops, lse, factors;
+  Uninitialized<float> kept, tops;
+  std::vector<Line> lse, factors;
   std::vector<std::vector<float>> largest;  // logarithms so far of each part's tokens [B, H, width]
 };
 
@@ -115,9 +117,10 @@ class Attender {
       scratch.largest.emplace_back(job_.table_rows() * job_.parts[i].width, -INFINITY);
     if (kept_) {
       const int64_t blocks = kept_ / kBlock + int64_t(job_.parts.size());
-      scratch.kept = room(4 * (masses_ ? kept_rows_ * kPanels * floats_ : rows * kBlock) * blocks);
+      const int64_t size = masses_ ? kept_rows_ * kPanels * floats_ : rows * kBlock;
+      scratch.kept = Uninitialized<float>(size * blocks);
+      scratch.tops = Uninitialized<float>(masses_ ? kTops * kept_rows_ * blocks : 0);
       scratch.lse = room(4 * kept_rows_);
-      scratch.tops = room(masses_ ? 4 * kTops * kept_rows_ * blocks : 0);
       scratch.factors = room(4 * kTops * kept_rows_);
     }
     const int dim = int(job_.key_dim), panels = panels_of(int(job_.value_dim));
@@ -254,14 +257,14 @@ class Attender {
   // The kept logits of the tile of rows from r on.
   float* logits_of(const Task& task, int64_t block, int64_t r, Scratch& scratch) const {
     const int64_t tiles = (rows(task) + tile_rows() - 1) / tile_rows();
-    return scratch.kept[0].numbers + (block * tiles + r / tile_rows()) * tile_rows() * kBlock;
+    return scratch.kept.get() + (block * tiles + r / tile_rows()) * tile_rows() * kBlock;
   }
 
   float* weights_of(int64_t block, Scratch& scratch) const {
-    return scratch.kept[0].numbers + block * kPanels * kept_rows_ * floats_;
+    return scratch.kept.get() + block * kPanels * kept_rows_ * floats_;
   }
   float* tops_of(int64_t block, Scratch& scratch) const {
-    return scratch.tops[0].numbers + block * kTops * kept_rows_;
+    return scratch.tops.get() + block * kTops * kept_rows_;
   }
 
   // Sums the probabilities of a task's blocks, whose log-sum-exp is known now.

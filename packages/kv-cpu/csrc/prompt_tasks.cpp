@@ -8,7 +8,7 @@ namespace {
 
 constexpr int64_t kMostSums = 1 << 18;  // floats per task, to stay in the L2 cache
 constexpr int64_t kLeastRows = 8 * kTile;  // minimum to amortize unpacking the tokens again
-constexpr int64_t kMostKept = 1 << 20;  // logits that a task keeps, if its rows are not too few
+constexpr int64_t kMostKept = 1 << 21;  // logits that a task keeps, if its rows are not too few
 constexpr int64_t kTasks = 4;           // per worker, to balance the load
 
 // Number of tokens that each query of a table row sees.

@@ -1,13 +1,12 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <memory>
-#include <new>
 #include <numeric>
 #include <optional>
 #include <utility>
 
 #include "ops.h"
+#include "uninitialized.h"
 
 namespace kv {
 namespace {
@@ -15,22 +14,6 @@ namespace {
 // The partial result of one piece of a table row: weights relative to its largest logit.
 struct State {
   float *top, *total, *sums;
-};
-
-// Aligned, uninitialized memory.
-template <typename T>
-class Uninitialized {
- public:
-  explicit Uninitialized(int64_t count = 0)
-      : data_(static_cast<T*>(::operator new(count * sizeof(T), kAlign))) {}
-  T* get() const { return data_.get(); }
-
- private:
-  static constexpr std::align_val_t kAlign{64};
-  struct Free {
-    void operator()(T* data) const { ::operator delete(data, kAlign); }
-  };
-  std::unique_ptr<T, Free> data_;
 };
 
 // The buffers of a worker.
