@@ -2,7 +2,8 @@
 
 A pass is causal attention of one layer over a prompt of random numbers, by torch's fused kernel.
 What is observed of it is the last 64 queries, as SnapKV does, or the sums over all of them, as H2O
-does. Heads are those of SmolLM2, and a quarter of those of Llama-3.1-8B: they do not depend on each
+does: by torch and by native code, each in a pass of its own, and by native attention that sums
+with the pass (`added`), whose cost is over the same without sums. Heads are those of SmolLM2, and a quarter of those of Llama-3.1-8B: they do not depend on each
 other, so a ratio is that of a whole layer. All ways run in this process, turn by turn, and a ratio
 is the median over the turns; seconds are processor time of one thread.
 """
@@ -19,6 +20,7 @@ from kv_attention import AttentionInputs, DenseTokens
 from kv_attention.torch_backend import attention_mass, forward
 from kv_cpu import chosen
 from kv_cpu.attention_mass import observe_all
+from kv_cpu.prompt import attend_and_sum, attend_to_all
 from kv_policy import Observe
 
 CONSOLE = Console(stderr=True)
@@ -26,6 +28,7 @@ SHAPES = {"llama": (2, 4, 128), "smollm2": (3, 3, 64)}  # KV heads, group, dimen
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
 WATCHED = {"last": Observe(64), "all": Observe(None)}
 WAYS = tuple(f"{name}, {by}" for name in WATCHED for by in ("torch", "native"))
+ADDED, NATIVE, SUMS = "all, added", "native pass", "native pass with sums"
 Row = dict[str, object]
 
 
@@ -46,6 +49,8 @@ def ways(shape: tuple[int, int, int], length: int, dtype: torch.dtype) -> dict[s
 
     done = forward(inputs)
     found: dict[str, Work] = {"pass": attend}
+    found[NATIVE] = lambda: attend_to_all(inputs)
+    found[SUMS] = lambda: attend_and_sum(inputs, WATCHED["all"])
     for name, what in WATCHED.items():
         found[f"{name}, torch"] = lambda what=what: attention_mass(done, what)
         found[f"{name}, native"] = lambda what=what: observe_all(done, [what])
@@ -66,14 +71,16 @@ def rows(length: int, rounds: int) -> Iterator[Row]:
                 "tokens": length,
                 "rounds": rounds,
                 "pass_s": turns.median("pass"),
+                "native_pass_s": turns.median(NATIVE),
                 **{way: turns.quartiles((way,), ("pass",)) for way in WAYS},
+                ADDED: [x - 1 for x in turns.quartiles((SUMS,), (NATIVE,))],
             }
 
 
 def medians(row: Row) -> dict[str, float]:
     """What each way costs over the pass, of its quartiles."""
     found: dict[str, float] = {}
-    for way in WAYS:
+    for way in (*WAYS, ADDED):
         quartiles = row[way]
         assert isinstance(quartiles, list)
         found[way] = quartiles[1]
@@ -96,7 +103,7 @@ def main() -> None:
     summary: dict[str, float] = {}
     for row in found:
         if row["tokens"] == sizes[-1][0]:
-            for way in WAYS:
+            for way in (*WAYS, ADDED):
                 name = "_".join((*way.split(", "), str(row["model"]), str(row["dtype"])))
                 summary[name] = medians(row)[way]
     for name, value in summary.items():

@@ -43,6 +43,8 @@ def bound(dtype):
 def test_any_observation_of_a_prompt(case, near, seed, observe, shape, dtype, length, dim, tiers):
     shape = shape | {"L": length, "dtype": dtype, "D": dim, "Dv": dim}
     error = bound(dtype) if length > MOST else max(near, 2e-4)  # torch attends to plain tokens
+    if dtype == torch.bfloat16:  # weights are summed with the pass as they are rounded
+        error = max(error, 2**-8)
     assert_same_observation(case(seed, tiers=tiers, **shape), observe, error, "cpu")
 
 
@@ -95,7 +97,9 @@ def test_the_attention_of_a_query_sums_to_one(case, padding, dtype):
     c = case(5, B=3, L=120, G=4, padding=padding, window=4, tiers=[("8", "4")], dtype=dtype)
     total = torch.cat(c.attend(Observe(None, "sum"), backend="cpu").mass, dim=-1).sum(dim=-1)
     real = (c.position >= 0).sum(dim=1)[:, None]
-    torch.testing.assert_close(total, (real * 4.0).expand(3, 2), rtol=bound(dtype), atol=0)
+    # Weights of bfloat16 values are summed as they are rounded.
+    error = 2**-8 if dtype == torch.bfloat16 else bound(dtype)
+    torch.testing.assert_close(total, (real * 4.0).expand(3, 2), rtol=error, atol=0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES_OF_QUERIES)

@@ -233,7 +233,8 @@ def test_the_backend_makes_prompts_without_torch(case):
     assert torch.equal(found.out, native(c).out)
     total = torch.cat(found.mass, dim=-1).sum(dim=-1)
     real = (c.position >= 0).sum(dim=1)[:, None] * c.q.shape[2]
-    torch.testing.assert_close(total, real.expand(total.shape).float(), rtol=2e-5, atol=0)
+    # Kept weights are rounded to bfloat16.
+    torch.testing.assert_close(total, real.expand(total.shape).float(), rtol=2**-8, atol=0)
 
 
 def test_what_is_left_to_torch_has_a_reason():
@@ -277,4 +278,4 @@ def test_arguments_that_do_not_fit_are_errors(case):
         (c.q, c.position, "mmx", "no kernels for mmx here"),
     ):
         with pytest.raises(RuntimeError, match=reason):
-            torch.ops.kv_cpu.prompt(q, position, *parts, 0, 8, 0.3, 0.0, [], isa)
+            torch.ops.kv_cpu.prompt(q, position, *parts, [], 0, 8, 0.3, 0.0, [], isa)

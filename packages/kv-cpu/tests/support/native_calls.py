@@ -413,13 +413,14 @@ class Maker:
 
     def prompt(self) -> list[Arg]:
         length = self.random.choice([1, 2, 9, 30])
-        q, position, tensors, parts, value_dim = self.pass_over(length, False)
+        watch = self.random.choice([[], [self.random.choice([0, 1, 3]), self.random.randint(0, 1), 1, 0]])
+        q, position, tensors, parts, value_dim = self.pass_over(length, bool(watch))
         paged = [part[0] for part in each_of(parts, PART)]
         first = paged.index(1) if 1 in paged else len(paged)
-        scored = self.random.randint(0, first)  # parts before the first paged one
+        scored = 0 if watch else self.random.randint(0, first)  # parts before the first paged one
         isa = self.random.choice(self.isas)
         softmax = self.softmax(q)
-        return [q, position, tensors, parts, scored, value_dim, 0.2, *softmax, isa]
+        return [q, position, tensors, parts, watch, scored, value_dim, 0.2, *softmax, isa]
 
     def attention_mass(self) -> list[Arg]:
         length = self.random.choice([1, 2, 9, 30])

@@ -6,7 +6,7 @@ IndexError here.
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -332,7 +332,7 @@ def decode(q, position, tensors, numbers, watches, above, value_dim, scale, soft
     return found + observed(q, position, lse, table_rows, numbers, watches, above, last)
 
 
-def prompt(q, position, tensors, numbers, scored, value_dim, scale, softcap, sinks, isa):
+def prompt(q, position, tensors, numbers, watch, scored, value_dim, scale, softcap, sinks, isa):
     given = (q, position, tensors, numbers, value_dim, scale, softcap, sinks)
     out, lse, table_rows = attention(*given)
     near = {torch.bfloat16: 2e-2, torch.float16: 4e-3}.get(q.dtype, NEAR)
@@ -349,7 +349,14 @@ def prompt(q, position, tensors, numbers, scored, value_dim, scale, softcap, sin
             mine = p[..., sum(widths[:i]) : sum(widths[: i + 1])]
             largest[b, h] = mine.amax((0, 1)) if mine.numel() else 0
         found.append(unknown(largest, near))
-    return found
+    if not watch:
+        return found
+    how, skip, count, *terms = (*watch, 0, 0, 0)[:4] if len(watch) < 4 else watch
+    if scored or how == 2 or not 0 <= skip <= 1 or count != 1 or terms != [0]:
+        raise IndexError("watch")
+    sums = observed(q, position, lse, table_rows, numbers, watch, [0.0], [q.shape[3]])
+    # Kept weights of bfloat16 values are rounded.
+    return found + [replace(x, near=near) if x.near == NEAR else x for x in sums]
 
 
 def _largest(x: Tensor) -> float:
