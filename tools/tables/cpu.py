@@ -32,6 +32,7 @@ OBSERVED: Final = {
     "last, native": "native",
     "all, torch": "all, torch",
     "all, native": "native",
+    "all, added": "with native attention",
 }
 
 

@@ -279,6 +279,7 @@ class Attender {
       const KeptRows kept{int(rows(task)),
                           int(kept_rows_),
                           is_narrow(job_.parts[block.part].value),
+                          job_.watches[0].terms[0] == Term::kSquare,
                           weights_of(int64_t(i), scratch),
                           tops_of(int64_t(i), scratch),
                           scratch.lse[0].numbers,

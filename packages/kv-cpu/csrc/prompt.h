@@ -53,6 +53,7 @@ constexpr int kept_floats(bool narrow) { return narrow ? kPanel / 2 : kPanel; }
 struct KeptRows {
   int count, room;  // rows in use, and all
   bool narrow;      // bfloat16 numbers
+  bool squares;     // of probabilities are summed
   const float* weights;  // panel x row x kPanel
   const float* tops;     // of kTopPanels panels x row
   const float* lse;      // of each row, in base 2
@@ -77,7 +78,7 @@ struct PromptKernels {
   // most[i] = the maximum of logits - lse, both in base 2, over the first rows of a tile, if it is
   // above; NaN if one is. Logits are as `attend` leaves them.
   void (*raise)(const float* logits, int panels, int rows, const float* lse, float* most);
-  // sums[head][t] += the probabilities of the rows whose index is `head` modulo `heads`; `by` is a
+  // sums[head][t] += the probabilities, or their squares, of the rows whose index is `head` modulo `heads`; `by` is a
   // buffer for a number per top.
   void (*mass)(const KeptRows&, int panels, int heads, float* by, float* sums);
 };

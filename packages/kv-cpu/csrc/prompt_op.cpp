@@ -18,14 +18,15 @@ const PromptKernels* const levels[] = {
 #endif
 };
 
-// Reads the watch, if any: sums of probabilities over all queries, and over a group as they are.
+// Reads the watch, if any: sums over all queries of probabilities, or of their squares.
 void read_watch(Job& job, const std::vector<int64_t>& numbers, int64_t scored) {
   if (numbers.empty()) return;
   read_watches(job, numbers, {0.0});
   const Watch& watch = job.watches[0];
-  if (watch.terms.size() > 1 || watch.terms[0] != Term::kPlain || watch.group == Group::kMax)
-    refuse("the watch has ", watch.terms.size(), " terms, and not one sum of probabilities over ",
-           "heads; attention_mass sums others");
+  const bool sums = watch.terms[0] == Term::kPlain || watch.terms[0] == Term::kSquare;
+  if (watch.terms.size() > 1 || !sums || watch.group == Group::kMax)
+    refuse("the watch has ", watch.terms.size(), " terms, and not one sum of probabilities or of ",
+           "squares for each head; attention_mass sums others");
   within({"skip of the watch"}, watch.skip, 0, 1);
   if (scored) refuse(scored, " parts are scored and a watch is given; give at most one of them");
 }

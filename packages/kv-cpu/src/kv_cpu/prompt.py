@@ -80,9 +80,9 @@ def attend_and_sum(
 
 
 def sums(inputs: AttentionInputs, what: Observe) -> bool:
-    """Return whether `attend_and_sum` sums this observation: masses alone, of all queries."""
+    """Return whether `attend_and_sum` sums this observation: one sum over all queries."""
     of_all = what.last is None or what.last >= inputs.q.shape[3]
-    plain = what.power == 1 and what.above is None and what.gumbel is None and not what.also
+    plain = what.above is None and what.gumbel is None and not what.also
     return of_all and plain and what.skip <= 1 and what.group != "max"
 
 

@@ -413,7 +413,8 @@ class Maker:
 
     def prompt(self) -> list[Arg]:
         length = self.random.choice([1, 2, 9, 30])
-        watch = self.random.choice([[], [self.random.choice([0, 1, 3]), self.random.randint(0, 1), 1, 0]])
+        one = self.random.choice([0, 1, 3]), self.random.randint(0, 1), 1, self.random.randint(0, 1)
+        watch = self.random.choice([[], [*one]])
         q, position, tensors, parts, value_dim = self.pass_over(length, bool(watch))
         paged = [part[0] for part in each_of(parts, PART)]
         first = paged.index(1) if 1 in paged else len(paged)

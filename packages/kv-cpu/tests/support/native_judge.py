@@ -352,7 +352,7 @@ def prompt(q, position, tensors, numbers, watch, scored, value_dim, scale, softc
     if not watch:
         return found
     how, skip, count, *terms = (*watch, 0, 0, 0)[:4] if len(watch) < 4 else watch
-    if scored or how == 2 or not 0 <= skip <= 1 or count != 1 or terms != [0]:
+    if scored or how == 2 or not 0 <= skip <= 1 or count != 1 or terms not in ([0], [1]):
         raise IndexError("watch")
     sums = observed(q, position, lse, table_rows, numbers, watch, [0.0], [q.shape[3]])
     # Kept weights of bfloat16 values are rounded.
