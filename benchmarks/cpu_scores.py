@@ -3,9 +3,10 @@
 A pass is causal attention of one layer over a prompt of random numbers, by torch's fused kernel.
 What is observed of it is the last 64 queries, as SnapKV does, or the sums over all of them, as H2O
 does: by torch and by native code, each in a pass of its own, and by native attention that sums
-with the pass (`added`), whose cost is over the same without sums. Heads are those of SmolLM2, and a quarter of those of Llama-3.1-8B: they do not depend on each
-other, so a ratio is that of a whole layer. All ways run in this process, turn by turn, and a ratio
-is the median over the turns; seconds are processor time of one thread.
+with the pass (`added`), whose cost is over the same without sums. Heads are those of SmolLM2, and a
+quarter of those of Llama-3.1-8B: they do not depend on each other, so a ratio is that of a whole
+layer. All ways run in this process, turn by turn, and a ratio is the median over the turns; seconds
+are processor time of one thread.
 """
 
 import argparse
