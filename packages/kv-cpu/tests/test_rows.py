@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attention_cases import Case
-from kv_attention import Attended, RowGroup, RowInputs, TokenPlaces, load_rows
+from kv_attention import Attended, RowGroup, RowInputs, RowMemo, TokenPlaces, load_rows
 from kv_cpu.rows import declined, decode_rows
 from kv_policy import (
     Observe,
@@ -207,6 +207,27 @@ def test_observations_are_those_of_torch(near: float, case: Callable[..., Case])
         if isinstance(mine, dict):
             mine, theirs = mine["squares"], theirs["squares"]
         torch.testing.assert_close(mine, theirs, rtol=near, atol=near)
+
+
+@pytest.mark.parametrize("observed", [(), (Observe(None, "mean"),)])
+def test_layers_that_share_a_memo_are_as_those_alone(
+    case: Callable[..., Case], observed: tuple[Observe, ...]
+) -> None:
+    """What the first layer found out holds for the others, which are checked for the rest."""
+    layers = [case(seed, L=1, H=2, G=2, tiers=TIERS["bits"], ragged=False) for seed in range(3)]
+    memo, more = RowMemo(), {"observations": observed} if observed else {}
+    with torch.no_grad():
+        for layer in layers:
+            found, alone = (done(inputs(layer, memo=each, **more)) for each in (memo, None))
+            assert memo.found is not None
+            for got, wanted in (((found.out,), (alone.out,)), (found.mass, alone.mass)):
+                assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+        step = inputs(layers[0], memo=memo, **more)
+        wide = torch.stack((step.query, step.query), -1)[..., 0]
+        assert decode_rows(replace(step, query=wide)) is None
+    unused = RowMemo()
+    done(inputs(layers[0], memo=unused))  # gradients might be required of the next layer
+    assert unused.found is None
 
 
 def places(tokens: int, heads: int, dims: tuple[int, int]) -> TokenPlaces:

@@ -18,7 +18,7 @@ from kv_attention.partial import Partial, Scored
 from kv_attention.peak import attend_and_score, attend_partly, largest_probabilities
 from kv_attention.ragged import HeadGroup, attend_ragged
 from kv_attention.reading import select_pages
-from kv_attention.rows import DecodeRows, RowGroup, RowInputs, RowMaps, TokenPlaces
+from kv_attention.rows import DecodeRows, RowGroup, RowInputs, RowMaps, RowMemo, TokenPlaces
 from kv_attention.tokens import Attended, DenseTokens
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "RowGroup",
     "RowInputs",
     "RowMaps",
+    "RowMemo",
     "Scored",
     "TokenPlaces",
     "all_backends",

@@ -11,7 +11,7 @@ from kv_attention.tokens import Attended
 from kv_policy import Observe, PagedTokens, PageLayout, Running
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which would take longer to create in every layer of a step
 class TokenPlaces:
     """Where the new tokens of a step are stored.
 
@@ -94,7 +94,18 @@ class RowGroup:
     pages: tuple[PagedTokens, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
+class RowMemo:
+    """What a backend finds out about the first layer of a step, for those after it.
+
+    Inputs that share one differ in their tensors, scale, softcap, sinks and maps alone, and tensors
+    have the same shapes and dtypes.
+    """
+
+    found: object | None = None
+
+
+@dataclass(slots=True)  # not frozen, which would take longer to create in every layer of a step
 class RowInputs:
     """A decode step of one layer: one new token of each sequence, in consecutive rows.
 
@@ -126,6 +137,7 @@ class RowInputs:
         groups: all heads, each in one group, if they store vectors of different dimensions. Then R
             and Rv are those of the longest; what is past those of a head is neither read, nor
             attended to, and 0 in its attention. Empty: all heads are alike.
+        memo: shared by the layers of a step; None: every layer is checked on its own.
     """
 
     query: Float[Tensor, "m Q D"]
@@ -145,6 +157,7 @@ class RowInputs:
     page_positions: Sequence[Int[Tensor, "B H _"] | None] = ()
     maps: RowMaps | None = None
     groups: Sequence[RowGroup] = ()
+    memo: RowMemo | None = None
 
 
 @runtime_checkable

@@ -1,5 +1,6 @@
 """Decode steps on an engine's tensors: attention, output and storing in one call per layer."""
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ from kv_cpu.arguments import (
 )
 from kv_cpu.library import chosen
 from kv_cpu.pages import running_numbers, tier_numbers
-from kv_policy import PageLayout
+from kv_policy import PagedTokens, PageLayout
 from kv_policy.described import NUMBERS, described
 
 
@@ -31,6 +32,18 @@ class _Layout(NamedTuple):
     scored: tuple[int, int] = (-1, -1)  # offsets of scores and positions
 
 
+class _Numbers(NamedTuple):
+    """What the operator is told beside tensors: the same for all layers that share a memo."""
+
+    watching: bool
+    parts: list[int]
+    watch: list[int]
+    above: list[float]
+    running: list[int]
+    groups: list[int]
+    tier: tuple[int, ...]
+
+
 def decode_rows(inputs: RowInputs) -> Attended | None:
     """Do the step in one call; None if `declined` returns a reason.
 
@@ -39,35 +52,25 @@ def decode_rows(inputs: RowInputs) -> Attended | None:
         OSError: the library cannot be loaded.
         ValueError: the environment names an instruction set that is unavailable here.
     """
-    if declined(inputs) is not None:
-        return None
-    watching = any(what.last != 0 for what in inputs.observations)
+    memo = inputs.memo
+    numbers = None if memo is None else memo.found
+    if isinstance(numbers, _Numbers):
+        if _apart(inputs) or (inputs.maps is not None and _unmapped(inputs.maps) is not None):
+            return None
+    else:
+        numbers = None if declined(inputs) is not None else _numbers(inputs)
+        if numbers is None:
+            return None
+        if memo is not None and not torch.is_grad_enabled():
+            memo.found = numbers
     tensors: list[Tensor] = []
-    parts: list[int] = []
-    running = [] if inputs.running is None else [*running_numbers(inputs.running)]
-    groups: list[int] = []
-    for group in inputs.groups:
-        groups += (len(group.heads), *group.dims, len(group.pages), *group.heads)
-    stored = [*inputs.pages, *(pages for group in inputs.groups for pages in group.pages)]
-    positions = inputs.page_positions or (None,) * len(stored)
-    for pages, position in zip(stored, positions, strict=True):
-        width = longest_of(pages) if watching else 0
-        place = None if inputs.running is None else position
-        layout = _layout(pages.layout, pages.reverse, pages.holes, place is not None, width)
-        if layout.declined is not None:
-            return None
-        tensors += paged_tensors(pages, place)
-        parts += layout.part
-        if inputs.running is not None:
-            running += layout.scored
-    sinks, places = inputs.sinks, inputs.places
-    store: list[Tensor] = []
-    tier: tuple[int, ...] = ()
-    if places is not None:
-        layout = _layout(places.layout, False, False, False, 0)
-        if layout.declined is not None:
-            return None
-        store, tier = [places.data, places.page, places.slot], layout.tier
+    if inputs.running is None or not inputs.page_positions:
+        for pages in _stored(inputs):
+            tensors += paged_tensors(pages, None)
+    else:
+        for pages, position in zip(_stored(inputs), inputs.page_positions, strict=True):
+            tensors += paged_tensors(pages, position)
+    sinks, places, maps = inputs.sinks, inputs.places, inputs.maps
     found = torch.ops.kv_cpu.decode_rows(
         inputs.query,
         inputs.key,
@@ -76,46 +79,88 @@ def decode_rows(inputs: RowInputs) -> Attended | None:
         inputs.output,
         inputs.first,
         tensors,
-        parts,
-        *watches(inputs.observations),
-        running,
-        groups,
+        numbers.parts,
+        numbers.watch,
+        numbers.above,
+        numbers.running,
+        numbers.groups,
         inputs.scale,
         inputs.softcap or 0.0,
-        [] if sinks is None else [sinks.float().contiguous()],
-        store,
-        tier,
+        () if sinks is None else (sinks.float().contiguous(),),
+        () if places is None else (places.data, places.page, places.slot),
+        numbers.tier,
         inputs.copies or (),
-        [] if inputs.maps is None else inputs.maps.tensors,
-        [] if inputs.maps is None else inputs.maps.kinds,
+        () if maps is None else maps.tensors,
+        () if maps is None else maps.kinds,
         chosen(),
     )
     out = _rows_of(inputs)
-    if not watching and len(inputs.observations) == 1:
+    if not numbers.watching and len(inputs.observations) == 1:
         return Attended(out)
     if inputs.running is not None:  # of the parts, new tokens alone have sums
         return Attended(out, (found[-2][0],), (found[-1][0],), rescored=True)
     return Attended.of(to_attended(out, found, inputs.observations))
 
 
+def _stored(inputs: RowInputs) -> Sequence[PagedTokens]:
+    """Return the stored tokens of all heads, part by part."""
+    if not inputs.groups:
+        return inputs.pages
+    return [*inputs.pages, *(pages for group in inputs.groups for pages in group.pages)]
+
+
+def _numbers(inputs: RowInputs) -> _Numbers | None:
+    """Describe the inputs; None if native code does not read their pages."""
+    watching = any(what.last != 0 for what in inputs.observations)
+    parts: list[int] = []
+    running = [] if inputs.running is None else [*running_numbers(inputs.running)]
+    groups: list[int] = []
+    for group in inputs.groups:
+        groups += (len(group.heads), *group.dims, len(group.pages), *group.heads)
+    stored = _stored(inputs)
+    positions = inputs.page_positions or (None,) * len(stored)
+    for pages, position in zip(stored, positions, strict=True):
+        width = longest_of(pages) if watching else 0
+        placed = inputs.running is not None and position is not None
+        layout = _layout(pages.layout, pages.reverse, pages.holes, placed, width)
+        if layout.declined is not None:
+            return None
+        parts += layout.part
+        if inputs.running is not None:
+            running += layout.scored
+    tier: tuple[int, ...] = ()
+    if inputs.places is not None:
+        layout = _layout(inputs.places.layout, False, False, False, 0)
+        if layout.declined is not None:
+            return None
+        tier = layout.tier
+    watch, above = watches(inputs.observations)
+    return _Numbers(watching, parts, watch, above, running, groups, tier)
+
+
+def _apart(inputs: RowInputs) -> bool:
+    """Return whether the numbers of a vector are apart in memory."""
+    vectors = inputs.query.stride(2), inputs.key.stride(2), inputs.value.stride(2)
+    return (*vectors, inputs.output.stride(2)) != (1, 1, 1, 1)
+
+
 def _rows_of(inputs: RowInputs) -> Float[Tensor, "B H G 1 Dv"]:
-    """Return the sequences' rows of the output, in one operation, as each layer does it."""
-    output, heads = inputs.output, inputs.key.shape[1]
-    by_token, by_query, _ = output.stride()
-    group = output.shape[1] // heads
-    shape = inputs.position.shape[0], heads, group, 1, output.shape[2]
-    step = by_token, group * by_query, by_query, 1, 1
-    return output.as_strided(shape, step, output.storage_offset() + inputs.first * by_token)
+    """Return the sequences' rows of the output."""
+    output, first, rows = inputs.output, inputs.first, inputs.position.shape[0]
+    if first or output.shape[0] != rows:
+        output = output[first : first + rows]
+    _, queries, dim = output.shape
+    heads = inputs.key.shape[1]
+    return output.view(rows, heads, queries // heads, 1, dim)
 
 
 def declined(inputs: RowInputs) -> str | None:
     """Return why native code does not compute attention on these tensors; None if it does."""
     q, key, value, output = inputs.query, inputs.key, inputs.value, inputs.output
-    for x in (q, key, value, output):
-        if x.dtype not in NUMBERS:
-            return "vectors in float64"
-        if x.stride(2) != 1:
-            return "vectors whose numbers are not consecutive"
+    if not {q.dtype, key.dtype, value.dtype, output.dtype} <= NUMBERS.keys():
+        return "vectors in float64"
+    if _apart(inputs):
+        return "vectors whose numbers are not consecutive"
     if not q.is_cpu:
         return f"tensors on {q.device.type}"
     (_, heads, dim), (_, kv_heads, value_dim) = q.shape, value.shape

@@ -369,7 +369,8 @@ class PolicyCache:
         if layer == 0:
             # A page that others hold, too, is copied before its scores are updated.
             running = None if batch.pool.shares else self._keeper.running
-            self._rows = RowPass.of(batch, running, key, value)
+            selects = self.policy.reading is not None
+            self._rows = RowPass.of(batch, running, key, value, selects=selects)
         rows = self._rows
         if rows is None:
             return False
@@ -388,6 +389,7 @@ class PolicyCache:
             page_positions=rows.places,
             maps=maps,
             groups=groups,
+            memo=rows.memo,
         )
         result = self._decode_rows(inputs)
         if result is None:

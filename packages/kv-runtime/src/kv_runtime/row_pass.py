@@ -7,6 +7,7 @@ from typing import TypeAlias
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kv_attention import RowMemo
 from kv_policy import Running
 from kv_runtime.batch import Batch, LayerRows
 
@@ -24,6 +25,7 @@ class RowPass:
         running: updates the scores of stored tokens during attention; None: nothing does.
         copies: memory for a layer's new keys and values, [B, H, R] and [B, H, Rv].
         fresh: the same memory as new tokens, [B, H, 1, R] and [B, H, 1, Rv].
+        memo: for layers that differ in their tensors alone; None: they differ in more.
     """
 
     pages: Sequence[LayerRows]
@@ -31,6 +33,7 @@ class RowPass:
     running: Running | None
     copies: Sequence[_Copies]
     fresh: Sequence[_Fresh]
+    memo: RowMemo | None
 
     @classmethod
     def of(
@@ -39,8 +42,13 @@ class RowPass:
         running: Running | None,
         key: Float[Tensor, "m H D"],
         value: Float[Tensor, "m H Dv"],
+        *,
+        selects: bool,
     ) -> "RowPass | None":
-        """Prepare a pass with the vectors of its first layer; None: the window is not in pages."""
+        """Prepare a pass with the vectors of its first layer; None: the window is not in pages.
+
+        `selects`: whether a layer may read some of its pages, and others more.
+        """
         pages = batch.layer_rows()
         if pages is None:
             return None
@@ -53,4 +61,5 @@ class RowPass:
             running,
             [*zip(keys.unbind(), values.unbind(), strict=True)],
             [*zip(keys.unsqueeze(3).unbind(), values.unsqueeze(3).unbind(), strict=True)],
+            None if selects or any(groups for _, groups in pages) else RowMemo(),
         )

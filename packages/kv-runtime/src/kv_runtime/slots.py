@@ -14,6 +14,7 @@ from kv_attention import (
     DenseTokens,
     RowInputs,
     RowMaps,
+    RowMemo,
     TokenPlaces,
     attend,
     load_rows,
@@ -230,6 +231,7 @@ class SlotStep:
     slot: Int[Tensor, " nH"]
     batches: tuple[SlotBatch, ...]
     decoding: SlotBatch | None = field(init=False)  # in consecutive rows; None: others as well
+    memo: RowMemo = field(default_factory=RowMemo, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         """Find whether the step decodes alone."""
@@ -358,6 +360,7 @@ class SlotLayer:
             self.sinks,
             TokenPlaces(pages, layout, step.page, step.slot),
             maps=self.maps,
+            memo=step.memo,
         )
         return blocks.decode(inputs) is not None
 
