@@ -76,7 +76,8 @@ def attend_and_sum(
         *softmax(inputs),
         isa or chosen(),
     )
-    return Forward(inputs, parts_of(inputs), out, lse), *to_attended(out, found, [what])
+    (attended,) = to_attended(out, found, [what])
+    return Forward(inputs, parts_of(inputs), out, lse), attended
 
 
 def sums(inputs: AttentionInputs, what: Observe) -> bool:
