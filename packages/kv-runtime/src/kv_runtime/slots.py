@@ -150,6 +150,9 @@ class Blocks:
     ) -> Iterator[SlotBatch]:
         device = length.device
         count = start.diff()
+        if bool((count == 1).all()):  # as in most steps
+            yield self._consecutive(slice(0, len(count)), 1, length, longest, table)
+            return
         # Group by powers of two, so that less than half of a batch is padding.
         rank = torch.frexp((count - 1).double()).exponent.where(count > 0, -1)
         for each in sorted(set(rank.tolist()) - {-1}):
@@ -157,22 +160,43 @@ class Blocks:
             new, first = count[request], int(request[0])
             width = int(new.max())
             follow = torch.equal(request, torch.arange(first, first + len(request)))
-            chosen: slice | Tensor = slice(first, first + len(request))
-            if not follow:
-                chosen = to_device(request, device)
-            pages = self.pages(table[chosen]).mT.int().contiguous()
-            held = length[chosen, None].long()
             full = int(new.min()) == width
+            chosen: slice | Tensor = slice(first, first + len(request))
             if follow and full:
                 begin = int(start[first])
                 rows = slice(begin, begin + len(request) * width)
-                where: _Where = rows, None, rows
-                before = held - width
-                position = before + torch.arange(width, device=device)
-            else:
-                where, position, before = self._padded(start[request], new, held, full=full)
-            stored = before.int().expand(-1, self.heads).contiguous()
-            yield SlotBatch(position, pages, stored, longest, *where)
+                yield self._consecutive(rows, width, length[chosen], longest, table[chosen])
+                continue
+            if not follow:
+                chosen = to_device(request, device)
+            held = length[chosen, None].long()
+            where, position, before = self._padded(start[request], new, held, full=full)
+            yield self._batch(position, before, longest, table[chosen], where)
+
+    def _consecutive(
+        self,
+        rows: slice,
+        width: int,
+        length: Int[Tensor, " B"],
+        longest: int,
+        table: Int[Tensor, "B T"],
+    ) -> SlotBatch:
+        """Return requests with `width` new tokens each, in consecutive rows."""
+        before = length[:, None].long() - width
+        position = before if width == 1 else before + torch.arange(width, device=before.device)
+        return self._batch(position, before, longest, table, (rows, None, rows))
+
+    def _batch(
+        self,
+        position: Int[Tensor, "B L"],
+        before: Int[Tensor, "B 1"],
+        longest: int,
+        table: Int[Tensor, "B T"],
+        where: _Where,
+    ) -> SlotBatch:
+        pages = self.pages(table).mT.int().contiguous()
+        stored = before.int().expand(-1, self.heads).contiguous()
+        return SlotBatch(position, pages, stored, longest, *where)
 
     @staticmethod
     def _padded(

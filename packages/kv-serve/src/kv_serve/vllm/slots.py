@@ -98,7 +98,7 @@ class SlotBuilder(AttentionMetadataBuilder[SlotStep]):
             assert given.is_prefilling is not None, "vLLM's model runners set it"
             verify = ~given.is_prefilling[: given.num_reqs] & (start.diff() <= self.verified)
             start, length, table = split_requests(start, length, table, verify)
-        count = _decoding(start)
+        count = None if self.buffers is None else _decoding(start)
         if self.buffers is None or count is None or given.num_reqs > self.buffers.requests:
             return self.blocks.step(start, length, given.max_seq_len, table, slot)
         return self.buffers.step(count, length, given.max_seq_len, table, slot)
