@@ -114,6 +114,20 @@ def test_a_block_goes_when_its_last_token_has(new_world: Worlds) -> None:
     assert world.pool.used == 0
 
 
+def test_the_weakest_of_some_tiers(new_world: Worlds) -> None:
+    """Tiers after the first are as without a token."""
+    world = new_world("two tiers", shape=(2, 1, 2))
+    for tier in (0, 1, 1, 0):
+        world.step_in(tier)
+    every, places = world.tiers.weakest()
+    for first in (0, 1, 2):
+        score, place = world.tiers.weakest(first=first)
+        assert torch.equal(score[:first], every[:first])
+        assert torch.equal(place[:first], places[:first])
+        assert (score[first:] == torch.inf).all()
+        assert (place[first:] == -1).all()
+
+
 @pytest.mark.parametrize("rescored", [False, True])
 def test_a_hole_in_a_page_has_no_position_and_the_score_inf(
     rescored: bool, new_world: Worlds

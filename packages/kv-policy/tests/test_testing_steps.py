@@ -84,6 +84,23 @@ class Looks(Good):
         return super().score(view)
 
 
+class Blind(Good):
+    """A step moves the weakest token of the only tier, and declares that none has victims."""
+
+    victim_tiers = 0
+
+
+class Peeks(Good):
+    """A step moves no token, and places by the weakest one nevertheless."""
+
+    victim_tiers = 0
+
+    def step(self, view: StepView) -> Step:
+        step = super().step(view)
+        candidate = torch.where(view.candidate > view.weakest[0], 0, DROP).to(torch.uint8)
+        return replace(step, candidate=candidate, victim=torch.full_like(step.victim, NOBODY))
+
+
 class Stepless(Selecting):
     """Declares steps without a `step`."""
 
@@ -103,6 +120,8 @@ class Stepless(Selecting):
         (FromFirst, "a step of several layers differs from the step of each alone"),
         (Stepless, "Stepless has decode='step' but no step(view); define it, or set decode='grow'"),
         (Meets, "a step depends on other sequences"),
+        (Blind, "a step's victim is in a tier after the first 0, though victim_tiers is 0"),
+        (Peeks, "a step depends on the weakest token of a tier after the first 0"),
         (Reads, "step reads numbers on the host, though decodes_on_device is True"),
         (Looks, "score reads numbers on the host, though decodes_on_device is True"),
     ],

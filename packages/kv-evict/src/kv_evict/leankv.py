@@ -160,6 +160,11 @@ class LeanKV(Selecting):
         return 1 if self.low == "drop" else 2
 
     @property
+    def victim_tiers(self) -> int:
+        """Tokens in low stay there, unless some are pruned."""
+        return self.tiers if self._prunes else self.tiers - 1
+
+    @property
     def observe(self) -> Observe:
         """All queries after a token, or the last of a prompt and all generated ones."""
         group: Literal["max-of-sums", "mean"] = "max-of-sums" if self.group == "max" else "mean"

@@ -250,7 +250,7 @@ class PerHeadRankTiers(Sequences):
             tiers.truncate(length)
 
     def weakest(
-        self, until: Int[Tensor, " S"] | None = None
+        self, until: Int[Tensor, " S"] | None = None, first: int | None = None
     ) -> tuple[Float[Tensor, "K S"], Int[Tensor, "K S"]]:
         """Return the lowest score of each table row in each tier, and its place, as `Tiers`.
 
@@ -259,7 +259,7 @@ class PerHeadRankTiers(Sequences):
         """
         rows = [self.kinds.rows(i) for i in range(self.kinds.count)]
         found = [
-            tiers.weakest(None if until is None else until[own])
+            tiers.weakest(None if until is None else until[own], first)
             for tiers, own in zip(self.each, rows, strict=True)
         ]
         return (

@@ -231,7 +231,7 @@ class Tiers(Sequences):
         return self._members[tier].pages_for_more(count)
 
     def weakest(
-        self, until: Int[Tensor, " S"] | None = None
+        self, until: Int[Tensor, " S"] | None = None, first: int | None = None
     ) -> tuple[Float[Tensor, "K S"], Int[Tensor, "K S"]]:
         """Return each table row's lowest score per tier, and its place, without synchronizing.
 
@@ -239,11 +239,19 @@ class Tiers(Sequences):
 
         Args:
             until: consider only tokens at positions before this, for each table row.
+            first: consider only so many tiers, from the first; None: all.
 
         Raises:
             ValueError: pages store no scores, or no positions although `until` is given.
         """
-        found = [member.weakest_all(until) for member in self._members]
+        found = [member.weakest_all(until) for member in self._members[:first]]
+        if len(found) < self.tiers:
+            rows, device = self.stores[0].length.numel(), self.pool.device
+            none = (
+                torch.full((rows,), torch.inf, device=device),
+                torch.full((rows,), -1, device=device),
+            )
+            found += [none] * (self.tiers - len(found))
         return torch.stack([score for score, _ in found]), torch.stack([at for _, at in found])
 
     def _step(self, choice: Placement, place: Int[Tensor, "K S"], token: NewTokens) -> None:

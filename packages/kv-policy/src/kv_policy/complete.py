@@ -24,6 +24,7 @@ from kv_policy.optional import (
     Decoding,
     DecodingOnDevice,
     Merging,
+    Moving,
     Observing,
     PlanningChunks,
     Protecting,
@@ -103,6 +104,7 @@ class CompleteSelector:
         idle = self.decode == "grow" and not (self.scores_once or self.observe.generated)
         declared = isinstance(selector, DecodingOnDevice) and selector.decodes_on_device
         self.decodes_on_device = idle or declared
+        self.victim_tiers = selector.victim_tiers if isinstance(selector, Moving) else self.tiers
         adjust = selector.adjust if isinstance(selector, Adjusting) else None
         self.adjust = adjust if self.observe != Observe() else None
         if self.adjust is not None and not self.scores_once:

@@ -256,6 +256,19 @@ class DecodingOnDevice(Protocol):
 
 
 @runtime_checkable
+class Moving(Protocol):
+    """Moves tokens of some tiers alone in a step; by default a victim may be in any."""
+
+    @property
+    def victim_tiers(self) -> int:
+        """How many tiers, from the first, have victims.
+
+        `StepView.weakest` is inf for the others, where hosts need not search for it.
+        """
+        ...
+
+
+@runtime_checkable
 class Windowing(Protocol):
     """Protects the newest tokens from being victims of a step."""
 

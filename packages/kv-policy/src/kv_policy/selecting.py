@@ -92,6 +92,11 @@ class Selecting(Part):
         return False
 
     @property
+    def victim_tiers(self) -> int:
+        """A step's victim may be in any tier."""
+        return self.tiers
+
+    @property
     def replan(self) -> Replan:
         """After prompts only."""
         return Replan()

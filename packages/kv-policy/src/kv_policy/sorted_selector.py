@@ -117,6 +117,11 @@ class SortedSelector:
         return self._evictor.decodes_on_device and self._sorter.decodes_on_device
 
     @property
+    def victim_tiers(self) -> int:
+        """The sorter's."""
+        return self._sorter.victim_tiers
+
+    @property
     def replan(self) -> Replan:
         """The evictor's."""
         return self._evictor.replan

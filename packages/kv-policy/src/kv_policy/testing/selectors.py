@@ -494,6 +494,17 @@ def _check_step(
         bool((step.victim[moved] < tiers).all()),
         f"a step's victim is a tier other than 0 to {tiers - 1} and NOBODY ({NOBODY})",
     )
+    few = selector.victim_tiers
+    law(
+        bool((step.victim[moved] < few).all()),
+        f"a step's victim is in a tier after the first {few}, though victim_tiers is {few}",
+    )
+    weakest = torch.cat((view.weakest[:few], torch.full_like(view.weakest[few:], torch.inf)))
+    law(
+        _same_step(step, selector.step(dataclasses.replace(view, weakest=weakest))),
+        f"a step depends on the weakest token of a tier after the first {few}, though victim_tiers "
+        f"is {few}",
+    )
     victim = step.victim.masked_fill(~moved, 0).long()
     held = view.count.gather(0, victim[None])[0] > 0
     law(bool(held[moved].all()), "a step takes its victim from an empty tier")

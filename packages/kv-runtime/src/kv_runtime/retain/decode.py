@@ -29,7 +29,7 @@ def step(
     recent, until = selector.recent_tokens(budget), None
     if recent is not None:
         until = (now.total - recent)[None, :, None].expand(lead).flatten()
-    weakest, place = batch.tiers.weakest(until)
+    weakest, place = batch.tiers.weakest(until, selector.victim_tiers)
     answer = selector.step(
         StepView(
             shape=batch.shape,
