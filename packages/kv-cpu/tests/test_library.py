@@ -110,6 +110,7 @@ def test_the_interface_is_counted_on_where_operators_change():
         11: "a0d3d85aaae29a6f",
         12: "1b0dbe4f00bfe403",
         13: "9b1ab599ca6a6e70",
+        14: "502bda8c65eaaba6",
     }
     assert hashlib.sha256(schemas.encode()).hexdigest()[:16] == known[INTERFACE]
 
