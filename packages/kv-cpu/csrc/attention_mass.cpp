@@ -36,7 +36,7 @@ class Looker {
     }
     pass.job.position = latest_.data();
     for (int64_t table_row = 0; table_row < job_.table_rows(); ++table_row)
-      blocks_ = std::max(blocks_, (tokens(table_row) + kBlock - 1) / kBlock);
+      blocks_ = std::max(blocks_, (job_.tokens(table_row) + kBlock - 1) / kBlock);
     const int dim = int(job_.key_dim), rows = (queries_ * group_ + kTile - 1) / kTile * kTile;
     scratch_.resize(workers);
     for (Scratch& scratch : scratch_) {
@@ -58,18 +58,12 @@ class Looker {
   }
 
  private:
-  int64_t tokens(int64_t table_row) const {
-    int64_t sum = 0;
-    for (const Part& part : job_.parts) sum += part.count(table_row);
-    return sum;
-  }
-
   void work(int worker) {
     // The first tokens have the most queries, so schedule blocks of all table rows in this order.
     const int64_t table_rows = job_.table_rows();
     for (int64_t i; (i = next_++) < blocks_ * table_rows && fault_.part < 0;) {
       const int64_t table_row = i % table_rows, first = i / table_rows * kBlock;
-      const int64_t last = std::min(first + kBlock, tokens(table_row));
+      const int64_t last = std::min(first + kBlock, job_.tokens(table_row));
       if (first >= last || sequences_[table_row / job_.heads].place.empty()) continue;
       Block block;
       Cursor cursor(job_, table_row, first, last, fault_);

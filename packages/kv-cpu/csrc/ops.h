@@ -114,6 +114,11 @@ struct Job {
   std::vector<int32_t*> seen;  // per part: watches x B x H x width; the same
 
   int64_t table_rows() const { return sequences * heads; }
+  int64_t tokens(int64_t table_row) const {
+    int64_t sum = 0;
+    for (const Part& part : parts) sum += part.count(table_row);
+    return sum;
+  }
   // The group of a table row's head; null: there are no groups.
   const HeadGroup* group_of(int64_t table_row) const {
     for (const HeadGroup& each : groups)

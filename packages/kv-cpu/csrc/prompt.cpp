@@ -48,7 +48,7 @@ class Attender {
     }
     for (size_t i = 0; i < prompt.largest.size(); ++i) kept_ += job_.parts[i].width;
     const bool sums = !job_.watches.empty();
-    for (int64_t i = 0; i < job_.table_rows() && sums; ++i) kept_ = std::max(kept_, tokens(i));
+    for (int64_t i = 0; i < job_.table_rows() && sums; ++i) kept_ = std::max(kept_, job_.tokens(i));
     const Tasks found(job_, sequences_, starts_, sums ? kept_ * floats_ / kPanel : kept_, workers);
     tasks_ = found.all;
     if (sums) masses_.emplace(prompt.job, sequences_, tasks_);
@@ -146,7 +146,7 @@ class Attender {
       const Task& task = tasks_[i];
       begin(task, scratch);
       Block block;
-      Cursor cursor(job_, task.table_row, 0, tokens(task.table_row), fault_);
+      Cursor cursor(job_, task.table_row, 0, job_.tokens(task.table_row), fault_);
       scratch.blocks.clear();
       while (cursor.next(block)) attend(task, block, scratch);
       finish(task, scratch);
@@ -157,12 +157,6 @@ class Attender {
         find_largest(task, scratch);
       }
     }
-  }
-
-  int64_t tokens(int64_t table_row) const {
-    int64_t sum = 0;
-    for (const Part& part : job_.parts) sum += part.count(table_row);
-    return sum;
   }
 
   int64_t tile_rows() const { return prompt_.kernels->rows; }

@@ -78,8 +78,8 @@ struct PromptKernels {
   // most[i] = the maximum of logits - lse, both in base 2, over the first rows of a tile, if it is
   // above; NaN if one is. Logits are as `attend` leaves them.
   void (*raise)(const float* logits, int panels, int rows, const float* lse, float* most);
-  // sums[head][t] += the probabilities, or their squares, of the rows whose index is `head` modulo `heads`; `by` is a
-  // buffer for a number per top.
+  // sums[head][t] += the probabilities, or their squares, of the rows whose index is `head` modulo
+  // `heads`; `by` is a buffer for a number per top.
   void (*mass)(const KeptRows&, int panels, int heads, float* by, float* sums);
 };
 

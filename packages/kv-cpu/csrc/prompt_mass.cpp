@@ -73,9 +73,7 @@ void Masses::add_next(int64_t table_row, const std::vector<KeptBlock>& blocks) {
 void Masses::finish(Fault& fault) {
   for (int64_t table_row = 0; table_row < job_.table_rows(); ++table_row) {
     const auto queries = int(sequences_[table_row / job_.heads].place.size());
-    int64_t tokens = 0;
-    for (const Part& part : job_.parts) tokens += part.count(table_row);
-    Cursor cursor(job_, table_row, 0, queries ? tokens : 0, fault);
+    Cursor cursor(job_, table_row, 0, queries ? job_.tokens(table_row) : 0, fault);
     Block block;
     while (fault.part < 0 && cursor.next(block))
       for (int i = 0; i < block.runs; ++i)

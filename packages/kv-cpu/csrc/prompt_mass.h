@@ -55,7 +55,7 @@ class Masses {
   const int heads_;
   std::vector<int64_t> order_;  // of each task among those of its table row
   std::vector<TableRow> table_rows_;
-  std::vector<std::vector<std::vector<float>>> more_;  // per part, the sums of all heads but the first
+  std::vector<std::vector<std::vector<float>>> more_;  // per part, sums of heads after the first
 };
 
 }  // namespace kv

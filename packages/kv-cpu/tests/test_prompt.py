@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from attention_cases import Case, pack, random_case
 from attention_judge import SHAPES, TOLERANCE, assert_same_output
 from kv_attention import DenseTokens, torch_backend
-from kv_cpu import arguments, backend, prompt
+from kv_cpu import arguments, backend, chosen, prompt
 from kv_cpu.few import MOST
 from kv_cpu.library import FORCE
 from kv_policy import Observe, RawCodec
-from native_sets import PROMPT_SETS
+from native_sets import NARROW, PROMPT_SETS
 
 NAMES = st.sampled_from(["8", "4", "3", "2", "1", "4n", "3n", "float16", "bfloat16", "float32"])
 TIERS = st.lists(st.tuples(NAMES, NAMES), max_size=3)
@@ -233,8 +233,9 @@ def test_the_backend_makes_prompts_without_torch(case):
     assert torch.equal(found.out, native(c).out)
     total = torch.cat(found.mass, dim=-1).sum(dim=-1)
     real = (c.position >= 0).sum(dim=1)[:, None] * c.q.shape[2]
-    # Kept weights are rounded to bfloat16.
-    torch.testing.assert_close(total, real.expand(total.shape).float(), rtol=2**-8, atol=0)
+    # Kept weights may be rounded to bfloat16.
+    error = 2e-5 + 2**-8 * (chosen() in NARROW)
+    torch.testing.assert_close(total, real.expand(total.shape).float(), rtol=error, atol=0)
 
 
 def test_what_is_left_to_torch_has_a_reason():

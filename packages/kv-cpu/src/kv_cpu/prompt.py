@@ -5,6 +5,7 @@ online softmax (FlashAttention; Dao et al., 2022).
 """
 
 import torch
+from torch import Tensor
 
 from kv_attention import Attended, AttentionInputs, Partial, Scored
 from kv_attention.torch_backend import Forward, parts_of
@@ -34,17 +35,7 @@ def attend_and_score(inputs: AttentionInputs, scored: int, isa: str | None = Non
     Raises:
         RuntimeError: as `attend_to_all`, or a scored part is in pages.
     """
-    out, lse, *largest = torch.ops.kv_cpu.prompt(
-        inputs.q,
-        inputs.position.long().contiguous(),
-        *parts(inputs, watched=False),
-        [],
-        scored,
-        inputs.value_dim,
-        inputs.scale,
-        *softmax(inputs),
-        isa or chosen(),
-    )
+    out, lse, *largest = _prompt(inputs, [], scored, isa)
     return Scored(Partial(out, lse), tuple(largest))
 
 
@@ -54,7 +45,8 @@ def attend_and_sum(
     """Compute attention over all parts, and sums of probabilities over all queries with it.
 
     Weights are kept until the log-sum-exp of their queries is known, as `attend_and_score` does
-    with logits: those of bfloat16 values as bfloat16 numbers, like those that are multiplied.
+    with logits. Where values are multiplied in bfloat16 they are rounded to it: the relative error
+    of a sum is at most 2**-8, and that of a sum of squares 2**-7.
 
     Args:
         inputs: the pass.
@@ -65,19 +57,26 @@ def attend_and_sum(
         RuntimeError: as `attend_to_all`.
     """
     watch, _ = watches([what])
-    out, lse, *found = torch.ops.kv_cpu.prompt(
+    out, lse, *found = _prompt(inputs, watch, 0, isa)
+    (attended,) = to_attended(out, found, [what])
+    return Forward(inputs, parts_of(inputs), out, lse), attended
+
+
+def _prompt(
+    inputs: AttentionInputs, watch: list[int], scored: int, isa: str | None
+) -> list[Tensor]:
+    found: list[Tensor] = torch.ops.kv_cpu.prompt(
         inputs.q,
         inputs.position.long().contiguous(),
-        *parts(inputs, watched=True),
+        *parts(inputs, watched=bool(watch)),
         watch,
-        0,
+        scored,
         inputs.value_dim,
         inputs.scale,
         *softmax(inputs),
         isa or chosen(),
     )
-    (attended,) = to_attended(out, found, [what])
-    return Forward(inputs, parts_of(inputs), out, lse), attended
+    return found
 
 
 def sums(inputs: AttentionInputs, what: Observe) -> bool:

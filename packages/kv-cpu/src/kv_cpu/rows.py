@@ -58,7 +58,7 @@ def decode_rows(inputs: RowInputs) -> Attended | None:
         if _apart(inputs) or (inputs.maps is not None and _unmapped(inputs.maps) is not None):
             return None
     else:
-        numbers = None if declined(inputs) is not None else _numbers(inputs)
+        numbers = None if declined(inputs) is not None else _numbers_of(inputs)
         if numbers is None:
             return None
         if memo is not None and not torch.is_grad_enabled():
@@ -109,7 +109,7 @@ def _stored(inputs: RowInputs) -> Sequence[PagedTokens]:
     return [*inputs.pages, *(pages for group in inputs.groups for pages in group.pages)]
 
 
-def _numbers(inputs: RowInputs) -> _Numbers | None:
+def _numbers_of(inputs: RowInputs) -> _Numbers | None:
     """Describe the inputs; None if native code does not read their pages."""
     watching = any(what.last != 0 for what in inputs.observations)
     parts: list[int] = []

@@ -8,6 +8,8 @@ from kv_cpu import runnable
 # Comma-separated names of the instruction sets to test, if available here.
 TESTED: Final = os.environ.get("KV_CPU_TESTED", "")
 SETS: Final = [x for x in runnable() if not TESTED or x in TESTED.split(",")] or ["plain"]
+# Those whose prompts may multiply bfloat16 values in bfloat16.
+NARROW: Final = ("vnni", "amx", "amx-emulated")
 # VNNI adds nothing to AVX-512 for encoding; kernels for Arm add nothing to the plain ones.
 PAGE_SETS: Final = [x for x in SETS if x not in ("vnni", "neon", "dotprod")] or ["plain"]
 # With AMX, prompts under VNNI use it; those under `dotprod` are those of NEON.
