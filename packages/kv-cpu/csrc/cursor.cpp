@@ -6,6 +6,7 @@
 namespace kv {
 namespace {
 
+constexpr int kWhole = 4096;    // maximum bytes of pages that are prefetched whole
 constexpr int kPagesAhead = 8;  // whose positions are prefetched, as each page has its own lines
 
 // Equally spaced rows of a page, and where their addresses are stored.
@@ -69,7 +70,13 @@ void pad(Block& block) {
 
 Cursor::Cursor(const Job& job, int64_t table_row, int64_t first, int64_t last, Fault& fault,
                Places places)
-    : job_(job), fault_(fault), places_(places), table_row_(table_row), at_(first), last_(last) {
+    : job_(job),
+      fault_(fault),
+      places_(places),
+      first_(first),
+      table_row_(table_row),
+      at_(first),
+      last_(last) {
   if (job.parts.empty()) return;
   end_ = std::min(job.parts[0].count(table_row), last);
   find();
@@ -110,6 +117,16 @@ void Cursor::find() {
   entries_ = part.own(table_row_) * part.table_width;
   column_ = (at_ - before_) / part.tokens;
   inside_ = (at_ - before_) % part.tokens;
+  const bool ahead = places_ == Places::kStrips && job_.kernels->strips;
+  read_ = ahead ? part.read_bytes() : 0;
+  if (read_ > kWhole) read_ = 0;
+}
+
+// Whether all slots of the next token's page are read: its spans are then one, at its first slot.
+bool Cursor::is_whole() const {
+  const int64_t from = at_ - inside_;
+  return read_ && from >= std::max(first_, before_) &&
+         from + job_.parts[part_].tokens <= end_;
 }
 
 // Sets how a block addresses the tokens of a part.
@@ -141,6 +158,8 @@ bool Cursor::from_pages(const Part& part, Block& block) {
     }
   }
   const uint8_t* at = part.data + page * part.page_step;
+  const bool whole = is_whole();
+  if (whole && inside == 0) block.key_spans.add(at, at + read_);
   const int64_t most = std::min(part.tokens - inside, end_ - at_);
   int64_t skipped = 0, count = std::min<int64_t>(most, kBlock - block.count);
   if (part.position_offset >= 0) {
@@ -166,16 +185,16 @@ bool Cursor::from_pages(const Part& part, Block& block) {
                     const uint8_t** rows, const uint8_t** meta, Spans& spans) {
       const int step = format.bytes(), more = format.meta_bytes(), to = block.count;
       const uint8_t *from = at + offset[0] + first * step, *scales = at + offset[1] + first * more;
-      Strips* const whole = in_strips ? &strips : nullptr;
+      Strips* const found = in_strips ? &strips : nullptr;
       if (format.share > 1) {
-        add<1>({{from, step, rows, strips.data}}, to, int(count), whole);
+        add<1>({{from, step, rows, strips.data}}, to, int(count), found);
         for (int i = 0; i < count; ++i)
           meta[to + i] = at + offset[1] + (first + i) / format.share * more;
       } else {
         add<2>({{from, step, rows, strips.data}, {scales, more, meta, strips.meta}}, to,
-               int(count), whole);
+               int(count), found);
       }
-      if (!job_.kernels->strips) return;
+      if (whole || !job_.kernels->strips) return;
       spans.add(from, from + count * step);
       if (more && format.share == 1) spans.add(scales, scales + count * more);
     };
@@ -183,6 +202,10 @@ bool Cursor::from_pages(const Part& part, Block& block) {
          block.key_spans);
     list(part.value, part.offset + 2, block.value_strips, block.value_strip, block.value,
          block.value_meta, block.value_spans);
+    if (!whole && job_.kernels->strips)
+      for (const int64_t offset : {part.score, part.stored_position})
+        if (offset >= 0)
+          block.value_spans.add(at + offset + 4 * first, at + offset + 4 * (first + count));
   }
   block.run[block.runs++] = {slot + skipped, int(count)};
   block.count += int(count);

@@ -1,9 +1,11 @@
 // The data structures of the operators, which may use the standard library.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "attention.h"
@@ -74,6 +76,17 @@ struct Part {
     const int64_t row = own(table_row);
     return row < 0 ? 0 : paged ? length[row] : width;
   }
+  // From the start of a page to the last byte that a decode step reads, with scores if it updates
+  // them.
+  int64_t read_bytes() const {
+    int64_t end = 0;
+    for (const auto& [format, at] : {std::pair{&key, offset}, {&value, offset + 2}})
+      end = std::max({end, at[0] + tokens * format->bytes(),
+                      at[1] + (tokens + format->share - 1) / format->share * format->meta_bytes()});
+    for (const int64_t at : {score, stored_position, position_offset})
+      if (at >= 0) end = std::max(end, at + 4 * tokens);
+    return end;
+  }
   // per token
   int64_t bytes() const {
     return key.bytes() + key.meta_bytes() / key.share + value.bytes() +
@@ -143,7 +156,8 @@ struct Run {
   int count;
 };
 
-// The addresses of a block's keys or values, with their scales and zero points.
+// The addresses of a block's keys or values, with their scales and zero points; or those of whole
+// pages, as keys.
 class Spans {
  public:
   void clear() { count_ = lines_ = 0; }
@@ -162,7 +176,7 @@ class Spans {
 
  private:
   int count_ = 0, lines_ = 0;
-  Span spans_[2 * kBlock];
+  Span spans_[4 * kBlock];
 };
 
 // Up to kBlock visible tokens of one part.
@@ -200,16 +214,19 @@ class Cursor {
   void find();
   void start(const Part& part, Block& block) const;
   bool from_pages(const Part& part, Block& block);
+  bool is_whole() const;
   void from_tensors(const Part& part, Block& block);
 
   const Job& job_;
   Fault& fault_;
   const Places places_;
+  const int64_t first_;
   int64_t table_row_, at_, last_;  // in tokens of the table row
   int64_t entries_ = 0;  // of the part's table before those of the table row
   int64_t column_ = 0, inside_ = 0;  // the next token's page of its part, and slot in that
   int part_ = 0;
   int64_t before_ = 0, end_ = 0;  // tokens of the parts before; end of the part, or `last`
+  int64_t read_ = 0;              // bytes to prefetch of a whole page; 0: pages are not prefetched whole
 };
 
 // Tokens first .. last - 1 of a table row, for one worker.

@@ -259,13 +259,15 @@ class Runner {
     float few[most];
     std::vector<float> many(size_t(group) > most ? group : 0);
     float* factor = many.empty() ? few : many.data();
+    // Those of a whole table row were prefetched with its tokens.
+    const bool fetches = job_.renews && (piece.split >= 0 || !job_.kernels->strips);
     Unseen unseen(*this, piece);
     Cursor cursor(job_, piece.table_row, piece.first, piece.last, fault_, Places::kSlots);
     Block blocks[2];
     Block *now = blocks, *next = blocks + 1;
     for (bool more = cursor.next(*now); more; std::swap(now, next)) {
       more = cursor.next(*next);
-      if (more && job_.renews) prefetch(piece.table_row, *next);
+      if (more && fetches) prefetch(piece.table_row, *next);
       const float* top = weights + kBlock * group;
       for (int g = 0; g < group; ++g) factor[g] = std::exp(top[g] - lse[g]);
       const float* at = weights;

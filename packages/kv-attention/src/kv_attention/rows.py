@@ -96,10 +96,11 @@ class RowGroup:
 
 @dataclass(slots=True)
 class RowMemo:
-    """What a backend finds out about the first layer of a step, for those after it.
+    """What a backend finds out about one step of a layer, for others.
 
-    Inputs that share one differ in their tensors, scale, softcap, sinks and maps alone, and tensors
-    have the same shapes and dtypes.
+    Inputs that share one as `memo` differ in their tensors, scale, softcap, sinks and maps alone,
+    and tensors have the same shapes and dtypes; whether gradients are recorded is the same, too.
+    Inputs that share one as `kept` have the same tensors of stored tokens.
     """
 
     found: object | None = None
@@ -138,6 +139,7 @@ class RowInputs:
             and Rv are those of the longest; what is past those of a head is neither read, nor
             attended to, and 0 in its attention. Empty: all heads are alike.
         memo: shared by the layers of a step; None: every layer is checked on its own.
+        kept: shared by the steps of a layer; None: its tensors are read anew.
     """
 
     query: Float[Tensor, "m Q D"]
@@ -158,6 +160,7 @@ class RowInputs:
     maps: RowMaps | None = None
     groups: Sequence[RowGroup] = ()
     memo: RowMemo | None = None
+    kept: RowMemo | None = None
 
 
 @runtime_checkable

@@ -63,13 +63,12 @@ def decode_rows(inputs: RowInputs) -> Attended | None:
             return None
         if memo is not None and not torch.is_grad_enabled():
             memo.found = numbers
-    tensors: list[Tensor] = []
-    if inputs.running is None or not inputs.page_positions:
-        for pages in _stored(inputs):
-            tensors += paged_tensors(pages, None)
-    else:
-        for pages, position in zip(_stored(inputs), inputs.page_positions, strict=True):
-            tensors += paged_tensors(pages, position)
+    kept = inputs.kept
+    tensors = None if kept is None else kept.found
+    if not isinstance(tensors, list):
+        tensors, same = _tensors_of(inputs)
+        if kept is not None and same:
+            kept.found = tensors
     sinks, places, maps = inputs.sinks, inputs.places, inputs.maps
     found = torch.ops.kv_cpu.decode_rows(
         inputs.query,
@@ -109,6 +108,22 @@ def _stored(inputs: RowInputs) -> Sequence[PagedTokens]:
     return [*inputs.pages, *(pages for group in inputs.groups for pages in group.pages)]
 
 
+def _tensors_of(inputs: RowInputs) -> tuple[list[Tensor], bool]:
+    """Return the tensors of stored tokens, and whether none of them is a copy."""
+    stored = _stored(inputs)
+    places: Sequence[Tensor | None] = (None,) * len(stored)
+    if inputs.running is not None:
+        places = inputs.page_positions or places
+    found: list[Tensor] = []
+    same = True
+    for pages, place in zip(stored, places, strict=True):
+        read = paged_tensors(pages, place)
+        given = pages.data, pages.table, pages.length, pages.length if place is None else place
+        same = same and all(a is b for a, b in zip(read, given, strict=True))
+        found += read
+    return found, same
+
+
 def _numbers_of(inputs: RowInputs) -> _Numbers | None:
     """Describe the inputs; None if native code does not read their pages."""
     watching = any(what.last != 0 for what in inputs.observations)
@@ -120,8 +135,12 @@ def _numbers_of(inputs: RowInputs) -> _Numbers | None:
     stored = _stored(inputs)
     positions = inputs.page_positions or (None,) * len(stored)
     for pages, position in zip(stored, positions, strict=True):
-        width = longest_of(pages) if watching else 0
         placed = inputs.running is not None and position is not None
+        width = 0
+        if inputs.running is not None and not placed:  # no sums are made: any bound will do
+            width = pages.table.shape[2] * pages.layout.tokens
+        elif watching:
+            width = longest_of(pages)
         layout = _layout(pages.layout, pages.reverse, pages.holes, placed, width)
         if layout.declined is not None:
             return None

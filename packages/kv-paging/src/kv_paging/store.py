@@ -42,10 +42,18 @@ class TokenStore(HeadPages):
         return self._view(self.table[layer], self._length[layer], self.pool.data, tiles)
 
     def views(self) -> list[PagedTokens]:
-        """Return every layer as `view` does, without tiles; valid until the next operation."""
+        """Return every layer as `view` does, without tiles.
+
+        Valid until the next operation, or longer: see `read_in_place`. Then `longest` is too low.
+        """
         data = self.pool.data
         rows = zip(self.table.unbind(0), self._length.unbind(0), strict=True)
         return [self._view(table, length, data) for table, length in rows]
+
+    @property
+    def read_in_place(self) -> tuple[Tensor, ...]:
+        """The tensors that `views` are made of; as long as they are the same, so are the views."""
+        return self.pool.padded, self._table.ids, self._length
 
     def view_layers(self, layers: slice) -> PagedTokens:
         """Return some layers as one with the heads of all; valid until the next operation."""

@@ -179,6 +179,20 @@ class Batch:
         pages = zip(*found, strict=True) if found else [()] * self.shape.layers
         return [(layer, ()) for layer in pages]
 
+    @property
+    def read_in_place(self) -> tuple[Tensor, ...] | None:
+        """The tensors that `layer_rows` and positions are made of; None: others may be, each time.
+
+        Only a pool that does not grow has them: what refers to the memory of one that does would
+        keep it after it has been replaced.
+        """
+        if self.pool.grows or isinstance(self.tiers, PerHeadRankTiers):
+            return None
+        stores = [store for _, store in self.held_stores if isinstance(store, TokenStore)]
+        raw = self.held_window
+        read = stores if raw is None else [*stores, raw]
+        return tuple(x for each in read for x in each.read_in_place)
+
     def window_positions(self) -> tuple[Int[Tensor, "B H W"] | None, ...]:
         """Return for each part of a layer its tokens' positions if its pages store none."""
         stores: list[Int[Tensor, "B H W"] | None] = [None for _ in self.held_stores]

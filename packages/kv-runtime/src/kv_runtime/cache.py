@@ -30,7 +30,7 @@ from kv_runtime.bases import Bases, Folded, by_stored_head
 from kv_runtime.batch import Batch, rolls_back
 from kv_runtime.copies import to_device
 from kv_runtime.expanded import Expanded, attended_by_head, observes_tail
-from kv_runtime.forward_pass import Forward, Pass
+from kv_runtime.forward_pass import Forward, Pass, queries_of
 from kv_runtime.grouped_rows import attend_grouped
 from kv_runtime.joined import checked_states
 from kv_runtime.layout import Layout
@@ -155,6 +155,7 @@ class PolicyCache:
         self._order: Tensor | None = None  # the columns of this pass by position, if it needs them
         self._goes_on = False  # whether prompts continue in a later pass
         self._rows: RowPass | None = None  # of the pass
+        self._last_rows: RowPass | None = None  # of a pass before, which may serve again
         self._in_rows = False  # whether `attend` may decode as `attend_rows`
         self._shared: SharedLayer | None = None
         self._waiting: WaitingPrompts | None = None
@@ -316,7 +317,9 @@ class PolicyCache:
         observed = dict(zip(watch, (result, *result.others), strict=True))
         shared = self._shared
         if shared is None:
-            shared = SharedLayer(self._queries(query, now.whole, scale), observed)
+            shared = SharedLayer(
+                queries_of(query, now.whole, scale, read=self.reads_queries), observed
+            )
         else:
             shared = shared.with_reader(observed)
         self._shared = shared if more else None
@@ -363,16 +366,12 @@ class PolicyCache:
             return False
         now, batch = self._expect(layer)
         position = now.whole.position
-        alone = len(now.parts) == 1 and position.shape[1] == 1 and now.whole.reach is None
-        if now.whole.is_prefill or not alone or self.reads_queries:
-            return False
-        if layer == 0:
-            # A page that others hold, too, is copied before its scores are updated.
-            running = None if batch.pool.shares else self._keeper.running
+        if layer == 0 and not self.reads_queries:
+            made = batch, now, self._keeper, key, value, self._last_rows
             selects = self.policy.reading is not None
-            self._rows = RowPass.of(batch, running, key, value, selects=selects)
+            self._rows = self._last_rows = RowPass.of(*made, selects=selects)
         rows = self._rows
-        if rows is None:
+        if rows is None or rows.lacks(layer):
             return False
         maps, into = None, output
         if self.bases is not None:
@@ -390,13 +389,21 @@ class PolicyCache:
             maps=maps,
             groups=groups,
             memo=rows.memo,
+            kept=rows.kept[layer],
         )
         result = self._decode_rows(inputs)
         if result is None:
             return False
         if into is not output:
             output[first : first + len(position), :, into.shape[2] :] = 0
-        self.keep(layer, *rows.fresh[layer], result)
+        if not rows.together:
+            self.keep(layer, *rows.fresh[layer], result)
+            return True
+        rows.results.append(result)
+        self._next_layer += 1
+        if self._next_layer == self.shape.layers:
+            rows.take_together(self._keeper, batch, now.parts[0].now)
+            self._finish(now, batch, ())
         return True
 
     def begin_drafts(self, drafts: Sequence[Bool[Tensor, "B 1"]]) -> Verified:
@@ -441,12 +448,6 @@ class PolicyCache:
             self._alone = new and now is not None and observes_tail(now.whole, self._watch)
         return self._alone
 
-    def _queries(self, query: Float[Tensor, "B H G L D"], now: Pass, scale: float) -> Queries:
-        """Return the queries of a pass, scaled so that q·k / sqrt(D) is the logit."""
-        factor = scale * query.shape[-1] ** 0.5
-        read = self.reads_queries and factor != 1
-        return Queries(query * factor if read else query, now.position)
-
     @property
     def reads_queries(self) -> bool:
         """Whether queries are read after attention; if not, their memory may be used again."""
@@ -483,6 +484,8 @@ class PolicyCache:
         """
         now, batch = self._expect(layer)
         keeper = self._keeper
+        if self._rows is not None:
+            self._rows.take_each(keeper, batch, now.parts[0].now)
         for part in now.parts:
             fresh = part.vectors(key), part.vectors(value)
             seen = part.observed(result), part.queries(queries)

@@ -85,6 +85,14 @@ class PassPart:
         return replace(result, mass=last(result.mass), seen=last(result.seen), also=also)
 
 
+def queries_of(
+    query: Float[Tensor, "B H G L D"], now: Pass, scale: float, *, read: bool
+) -> Queries:
+    """Return the queries of a pass; read ones have a scale: q·k / sqrt(D) is the logit."""
+    factor = scale * query.shape[-1] ** 0.5
+    return Queries(query * factor if read and factor != 1 else query, now.position)
+
+
 @dataclass(frozen=True)
 class Forward:
     """A forward pass for attention, and its parts for storage.

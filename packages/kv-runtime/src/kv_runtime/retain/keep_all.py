@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kv_attention import Attended
-from kv_policy import Observe, Queries
+from kv_policy import Observe, Queries, Running
 from kv_runtime.batch import Batch, Pass, flat
 from kv_runtime.forward_pass import Forward
 
@@ -22,6 +22,22 @@ class KeepAll:
     def __init__(self) -> None:
         """Start without pending tokens."""
         self._waiting: list[tuple[Tensor, Tensor]] = []
+        self._taken: tuple[Tensor, Tensor] | None = None  # the decoded tokens of all layers
+
+    def takes_layers(self, running: Running | None) -> bool:
+        """Whether `take_layers` may take a decode pass."""
+        return True
+
+    def take_layers(
+        self,
+        batch: Batch,
+        now: Pass,
+        key: Float[Tensor, "N B H 1 D"],
+        value: Float[Tensor, "N B H 1 Dv"],
+        results: Sequence[Attended],
+    ) -> None:
+        """Take the decoded tokens of all layers, as `take` of each."""
+        self._taken = key, value
 
     def prepare(self, batch: Batch, now: Forward) -> None:
         """Reserve the pages before anything is stored."""
@@ -53,8 +69,10 @@ class KeepAll:
         if now.is_prefill:
             return
         waiting, self._waiting = self._waiting, []
-        key = torch.stack([k for k, _ in waiting])
-        value = torch.stack([v for _, v in waiting])
+        taken, self._taken = self._taken, None
+        if taken is None:
+            taken = torch.stack([k for k, _ in waiting]), torch.stack([v for _, v in waiting])
+        key, value = taken
         position = now.position
         if batch.window is not None:
             key, value, position, _ = batch.window.exchange(key, value, now.position, now.total)
@@ -75,7 +93,7 @@ class KeepAll:
 
     def abandon(self) -> None:
         """Drop the tokens of an unfinished decode pass."""
-        self._waiting = []
+        self._waiting, self._taken = [], None
 
     def branch(self, sequence: int, other: object) -> None:
         """Do nothing: there is no state per sequence."""

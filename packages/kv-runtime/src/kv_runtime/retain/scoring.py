@@ -88,6 +88,25 @@ def score(
     return scored
 
 
+def score_new(
+    selector: CompleteSelector,
+    batch: Batch,
+    now: Pass,
+    key: Float[Tensor, "N B H 1 D"],
+    value: Float[Tensor, "N B H 1 Dv"],
+    results: Sequence[Attended],
+) -> Scored:
+    """Score the new tokens of a decode pass whose stored tokens need none, or have theirs already.
+
+    Rows are sequences, grouped by layer; results are those of all layers.
+    """
+    over = now.over(len(results))
+    rows = key.flatten(0, 1), value.flatten(0, 1)
+    seen = _observed_last(results) if selector.observe.generated else ()
+    fresh = fresh_group(batch, over, *rows, selector.reads, *seen)
+    return score_layers(selector, slice(0, len(results)), batch.shape, [fresh], over)
+
+
 def update_scores(
     batch: Batch, now: Pass, layers: slice, results: Sequence[Attended], running: Running
 ) -> None:

@@ -23,7 +23,7 @@ from kv_runtime.retain.merging import Changed, merged, with_vectors
 from kv_runtime.retain.planning import Scored, plan_layers
 from kv_runtime.retain.plans import Plans
 from kv_runtime.retain.replan import replan
-from kv_runtime.retain.scoring import Observed, score
+from kv_runtime.retain.scoring import Observed, score, score_new
 from kv_runtime.retain.turns import Turns
 from kv_runtime.stats import Tally
 
@@ -79,6 +79,7 @@ class KeepSelected:
         self._waiting: list[_Arrival] = []  # prefill
         self._unscored: list[tuple[_Arrival, Observed]] = []  # prefill, until its replay
         self._steps: list[_Arrival] = []  # decode
+        self._taken: tuple[Tensor, Tensor] | None = None  # the decoded tokens of all layers
         self._observed: list[Observed] = []  # layers not scored yet
         self._wrong: list[Bool[Tensor, ""]] = []  # whether a layer's prefill scores are NaN
         self._fresh: list[Float[Tensor, "n B H 1"]] = []  # scores of decoded tokens
@@ -89,6 +90,35 @@ class KeepSelected:
         selector, observe = self.selector, self.selector.observe
         masses_alone = observe.generated and not observe.also and not selector.scores_once
         return selector.running if masses_alone else None
+
+    def takes_layers(self, running: Running | None) -> bool:
+        """Whether `take_layers` may take a decode pass: its attention has no sums of stored ones.
+
+        Args:
+            running: how it updates their scores; None: it does not.
+        """
+        sums = self.selector.observe.generated and running is None
+        return not sums and not self.selector.scores_once
+
+    def take_layers(
+        self,
+        batch: Batch,
+        now: Pass,
+        key: Float[Tensor, "N B H 1 D"],
+        value: Float[Tensor, "N B H 1 Dv"],
+        results: Sequence[Attended],
+    ) -> None:
+        """Take the decoded tokens of all layers, as `take` of each."""
+        self._taken = key, value
+        if self._scores_steps:
+            scored = score_new(self.selector, batch, now, key, value, results)
+            self._fresh.append(scored.score.unflatten(0, (len(results), -1)))
+
+    @property
+    def _scores_steps(self) -> bool:
+        """Whether decoded tokens have scores of their own."""
+        selector = self.selector
+        return selector.observe.generated or selector.scores_once or selector.decode == "step"
 
     def prepare(self, batch: Batch, now: Forward) -> None:
         """Choose the sequences of a prefill's plan; pages are reserved when the plan is made."""
@@ -176,7 +206,10 @@ class KeepSelected:
             return
         self._score_step(batch, now)
         steps, self._steps = self._steps, []
-        self._decode(batch, now, steps)
+        taken, self._taken = self._taken, None
+        if taken is None:
+            taken = torch.stack([a.key for a in steps]), torch.stack([a.value for a in steps])
+        self._decode(batch, now, *taken)
 
     def after(self, batch: Batch, stepped: tuple[int, ...] | None) -> None:
         """Count a pass, and plan those that are due of the sequences that decoded in it.
@@ -260,7 +293,7 @@ class KeepSelected:
 
     def abandon(self) -> None:
         """Drop the tokens of an unfinished decode pass."""
-        self._steps, self._observed, self._fresh = [], [], []
+        self._steps, self._observed, self._fresh, self._taken = [], [], [], None
 
     def _again(self, batch: Batch, sequences: list[int]) -> None:
         """Plan the stored tokens of sequences again, by their stored scores or `rescore`."""
@@ -378,9 +411,7 @@ class KeepSelected:
     def _score_step(self, batch: Batch, now: Pass) -> None:
         """Score the layers attended in decode since the last call."""
         observed, self._observed = self._observed, []
-        selector = self.selector
-        scored_now = selector.observe.generated or selector.scores_once or selector.decode == "step"
-        if not observed or not scored_now:
+        if not observed or not self._scores_steps:
             return
         first = len(self._steps) - len(observed)
         scored = score(self.selector, batch, now, first, observed, self.shape)
@@ -496,10 +527,14 @@ class KeepSelected:
     def _resolve(self, batch: Batch, total: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
         return resolved(self.selector, self.budgets, total, batch.layout.token_bytes)
 
-    def _decode(self, batch: Batch, now: Pass, arrivals: Sequence[_Arrival]) -> None:
+    def _decode(
+        self,
+        batch: Batch,
+        now: Pass,
+        key: Float[Tensor, "N B H 1 D"],
+        value: Float[Tensor, "N B H 1 Dv"],
+    ) -> None:
         """Store one new token per sequence, for all layers at once."""
-        key = torch.stack([a.key for a in arrivals])
-        value = torch.stack([a.value for a in arrivals])
         given, self._fresh = self._fresh, []
         if given:
             score = given[0] if len(given) == 1 else torch.cat(given)

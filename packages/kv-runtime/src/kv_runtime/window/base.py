@@ -294,6 +294,11 @@ class RingBuffer(Window):
         return None
 
     @property
+    def read_in_place(self) -> tuple[Tensor, ...]:
+        """The tensors that `views` and positions are made of; see `TokenStore.read_in_place`."""
+        return (self.position,)
+
+    @property
     @abstractmethod
     def dims(self) -> tuple[int, int]:
         """D and Dv."""
