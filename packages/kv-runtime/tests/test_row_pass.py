@@ -72,9 +72,10 @@ def stored(cache: PolicyCache) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_pass_is_prepared_once_for_those_over_the_same_tensors(policy: str) -> None:
+@pytest.mark.parametrize("prompt", [2, 11])  # shorter than a window, and longer
+def test_a_pass_is_prepared_once_for_those_over_the_same_tensors(policy, prompt) -> None:
     pair = Pair(policy)
-    pair.run(11)
+    pair.run(prompt)
     made = []
     for _ in range(9):
         pair.run(1)

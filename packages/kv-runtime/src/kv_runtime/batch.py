@@ -188,10 +188,12 @@ class Batch:
         """
         if self.pool.grows or isinstance(self.tiers, PerHeadRankTiers):
             return None
-        stores = [store for _, store in self.held_stores if isinstance(store, TokenStore)]
-        raw = self.held_window
-        read = stores if raw is None else [*stores, raw]
-        return tuple(x for each in read for x in each.read_in_place)
+        found: list[Tensor] = []
+        for _, store in self.held_stores:
+            found += store.read_in_place if isinstance(store, TokenStore) else ()
+        if isinstance(self.held_window, RingBuffer):
+            found += self.held_window.read_in_place
+        return tuple(found)
 
     def window_positions(self) -> tuple[Int[Tensor, "B H W"] | None, ...]:
         """Return for each part of a layer its tokens' positions if its pages store none."""
