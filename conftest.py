@@ -7,6 +7,11 @@ from zlib import crc32
 
 import pytest
 
+if importlib.util.find_spec("jaxtyping") is not None:  # before a package is imported
+    from tools import checked
+
+    checked.install()
+
 # So that a failed assert of theirs is explained as one of a test's own is.
 SHARED = Path(__file__).parent.glob("packages/*/tests/support/*.py")
 pytest.register_assert_rewrite(*(path.stem for path in SHARED))

@@ -29,7 +29,8 @@ def test_none():
 def test_a_grid_keeps_one_case_in_n_and_every_value(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text((ROOT / "conftest.py").read_text())
     (tmp_path / "test_grid.py").write_text(GRID)
-    given = ("--collect-only", "-q", "-p", "no:cacheprovider", "-m", "slow")
+    found = ("-o", f"pythonpath={ROOT}")  # for what the file imports
+    given = (*found, "--collect-only", "-q", "-p", "no:cacheprovider", "-m", "slow")
     run = subprocess.run(
         (sys.executable, "-m", "pytest", *given), cwd=tmp_path, capture_output=True, text=True
     )
