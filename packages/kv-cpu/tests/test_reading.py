@@ -1,5 +1,6 @@
 """The native selection of pages, compared with its definition, under each instruction set."""
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -92,24 +93,44 @@ def listed(pages: PagedTokens, b: int, h: int) -> list[int]:
     return (row.flip(0) if pages.reverse else row)[:held].tolist()
 
 
-def assert_same(found: PagedTokens, given: tuple, error: float) -> None:
+def by_reference(
+    q: Tensor, pages: PagedTokens, bounds: PageBounds, reading: PageReading
+) -> tuple[PagedTokens, Tensor]:
+    """Select by definition; return the bounds of logits too."""
+    logits = code_logits(q.double(), bounds.both, pages.layout.tokens) if bounds.coded else None
+    bound = logit_bounds(q.double(), bounds.both) if logits is None else logits
+    return by_definition(q, pages, bounds, reading), bound
+
+
+@functools.cache  # every instruction set has the same examples
+def expected_of(
+    seed: int, shape: frozenset[tuple[str, object]], reading: PageReading
+) -> tuple[PagedTokens | None, Tensor]:
+    """Return what is selected from what is drawn, or nothing where that is every page."""
+    q, pages, bounds = drawn(seed, **dict(shape))
+    found, bound = by_reference(q, pages, bounds, reading)
+    return None if found is pages else found, bound
+
+
+def assert_same(
+    found: PagedTokens, given: tuple, wanted: tuple[PagedTokens | None, Tensor], error: float
+) -> None:
     """Each page that only one of two selections reads scores as the worst that is read."""
-    q, pages, bounds, _ = given
+    _, pages, bounds, reading = given
     tokens = pages.layout.tokens
-    expected = by_definition(*given)
+    expected, bound = pages if wanted[0] is None else wanted[0], wanted[1]
     assert (found is pages) == (expected is pages)
     assert found.length.tolist() == expected.length.tolist()
-    logits = code_logits(q.double(), bounds.both, tokens) if bounds.coded else None
-    bound = logit_bounds(q.double(), bounds.both) if logits is None else logits
     for b, h in torch.cartesian_prod(*map(torch.arange, pages.length.shape)).tolist():
         mine, other, every = (listed(each, b, h) for each in (found, expected, pages))
+        at = {page: column for column, page in enumerate(every)}
         assert len(set(mine)) == len(mine) == len(other)
-        assert sorted(mine, key=every.index) == mine  # in their order
+        assert sorted(mine, key=at.__getitem__) == mine  # in their order
         count = int(bounds.count[b, h])
         known = bound[b, h, :, :count]
         below = (known - known.amax(-1, keepdim=True)).amax(0) if count else known[0]
-        of = {page: float(below[i]) for i, page in enumerate(every[:count])}
-        length, reading = int(pages.length[b, h]), given[3]
+        of = dict(zip(every, below.tolist(), strict=False))  # of pages that are known
+        length = int(pages.length[b, h])
         last = (length - reading.last) // tokens  # from there on all pages are read
         others = set(other) & set(every[-(-reading.first // tokens) : max(last, 0)])
         for page in set(mine) ^ set(other):
@@ -122,10 +143,11 @@ def assert_same(found: PagedTokens, given: tuple, error: float) -> None:
 def test_pages_are_those_of_the_definition(near, seed, shape, reading) -> None:
     q, pages, bounds = drawn(seed, **shape)
     given = q, pages, bounds, reading
+    wanted = expected_of(seed, frozenset(shape.items()), reading)
     for each in (bounds, in_pages(pages, bounds)):
         found = select_pages(q, pages, each, reading)
         assert found is not None
-        assert_same(found, given, max(near, 1e-5))
+        assert_same(found, given, wanted, max(near, 1e-5))
         if found is not pages:
             assert found.longest >= int(found.length.max())
 
@@ -146,7 +168,8 @@ def test_bounds_of_a_layer_are_read_where_they_are(near, threads, coded) -> None
     finally:
         torch.set_num_threads(before)
     assert found is not None
-    assert_same(found, (q, pages, bounds, reading), max(near, 1e-5))
+    given = q, pages, bounds, reading
+    assert_same(found, given, by_reference(*given), max(near, 1e-5))
 
 
 def test_equal_scores_and_numbers_that_are_none() -> None:

@@ -26,21 +26,25 @@ def select_pages(
         for h in range(q.shape[1]):
             length = int(pages.length[b, h])
             held, full, known = -(-length // tokens), length // tokens, int(bounds.count[b, h])
+            bounded = []
+            for at in range(min(known, full)):
+                place: tuple[int, ...] = (b, h, at)
+                if bounds.both.ndim == 2:  # by page
+                    column = width - 1 - at if pages.reverse else at
+                    place = (int(pages.table[b, h, column]),)
+                both = bounds.both[place]
+                bounded.append(
+                    _keys_of(both.tolist(), dim, tokens) if bounds.coded else both.double()
+                )
             nearest = [float("-inf")] * full
             for query in q[b, h].double():
                 found, rotated = [], query @ rotation
                 step = rotated.abs().max() / 127
                 rounded = (rotated / step).round() * step if step else rotated
-                for at in range(min(known, full)):
-                    place: tuple[int, ...] = (b, h, at)
-                    if bounds.both.ndim == 2:  # by page
-                        column = width - 1 - at if pages.reverse else at
-                        place = (int(pages.table[b, h, column]),)
+                for both in bounded:
                     if bounds.coded:
-                        keys = _keys_of(bounds.both[place].tolist(), dim, tokens)
-                        found.append(float((keys @ rounded).max()))
+                        found.append(float((both @ rounded).max()))
                         continue
-                    both = bounds.both[place].double()
                     # Not their maximum: a page of empty slots has no largest number.
                     found.append(float((query * both[:dim].where(query > 0, both[dim:])).sum()))
                 for at, x in enumerate(found):
