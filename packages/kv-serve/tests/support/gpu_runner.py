@@ -201,13 +201,17 @@ def main() -> None:
 
         name_vllm()
         triton.backends.backends["cpu"] = SimpleNamespace(driver=_Driver, compiler=None)
+    import vllm.entrypoints.llm  # noqa: F401
+
+    gc.unfreeze = lambda: None  # vLLM calls it after an engine
     found: dict[str, dict[str, object]] = {}
     for name, given in asked["engines"].items():
+        gc.collect()
+        gc.freeze()  # as vLLM collects ten times for an engine, which is over all modules otherwise
         try:
             found[name] = told(given, asked["v2"])
         except Exception:
             found[name] = {"error": traceback.format_exc()}
-        gc.collect()
     Path(asked["target"]).write_text(json.dumps(found))
     sys.stdout.flush()
     os._exit(0)  # what vLLM leaves behind does not matter

@@ -108,8 +108,11 @@ def _forget_connector() -> None:
 
 
 @pytest.fixture(scope="session")
-def _few_objects() -> Iterator[None]:
-    """Keep imported modules out of garbage collection, which vLLM runs ten times for an engine."""
+def _few_objects() -> Iterator[Callable[[], None]]:
+    """Yield what keeps all objects there are out of garbage collection.
+
+    vLLM runs it ten times for an engine, over all that tests and earlier engines imported.
+    """
     import torch._dynamo  # noqa: F401
     import transformers.models.llama.modeling_llama  # noqa: F401
     import vllm.entrypoints.llm
@@ -117,8 +120,12 @@ def _few_objects() -> Iterator[None]:
     import vllm.v1.worker.cpu_worker
     from vllm.platforms.cpu import CpuPlatform
 
-    gc.collect()
-    gc.freeze()
+    freeze = gc.freeze
+
+    def leave_out() -> None:
+        gc.collect()  # what an earlier engine left would stay otherwise
+        freeze()
+
     with pytest.MonkeyPatch.context() as patch:
         # vLLM freezes the objects of an engine, and later unfreezes all.
         patch.setattr(gc, "freeze", lambda: None)
@@ -129,12 +136,12 @@ def _few_objects() -> Iterator[None]:
         if (minor(vllm.__version__) or (0, 0)) > (0, 30):
             register = functools.cache(CpuPlatform.register_triton_kernel_overrides)
             patch.setattr(CpuPlatform, "register_triton_kernel_overrides", staticmethod(register))
-        yield
+        yield leave_out
     gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
-def start(_few_objects: None) -> Callable[..., AbstractContextManager["LLM"]]:
+def start(_few_objects: Callable[[], None]) -> Callable[..., AbstractContextManager["LLM"]]:
     """Run engines of any model in this process, one at a time, as they share global state."""
 
     @contextmanager
@@ -149,6 +156,7 @@ def start(_few_objects: None) -> Callable[..., AbstractContextManager["LLM"]]:
         named: dict[str, object] = {} if policy is None else {"kv_policy": policy}
         named |= {"kv_poison": True} if poison else {}
         given = {"enforce_eager": True, "additional_config": named} | options
+        _few_objects()
         try:
             engine = LLM(model, **given)
             try:
