@@ -399,10 +399,8 @@ class PolicyCache:
         if not rows.together:
             self.keep(layer, *rows.fresh[layer], result)
             return True
-        rows.results.append(result)
         self._next_layer += 1
-        if self._next_layer == self.shape.layers:
-            rows.take_together(self._keeper, batch, now.parts[0].now)
+        if rows.take(result, self._keeper, batch, now.parts[0].now):
             self._finish(now, batch, ())
         return True
 

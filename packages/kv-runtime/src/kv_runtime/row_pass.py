@@ -113,10 +113,16 @@ class RowPass:
             source=source,
         )
 
-    def take_together(self, keeper: KeepAll | KeepSelected, batch: Batch, now: Pass) -> None:
-        """Let the new tokens of all layers be taken."""
+    def take(
+        self, result: Attended, keeper: KeepAll | KeepSelected, batch: Batch, now: Pass
+    ) -> bool:
+        """Let the new tokens of all layers be taken after the last; return whether this is it."""
+        self.results.append(result)
+        if len(self.results) < len(self.key):
+            return False
         keeper.take_layers(batch, now, self.key, self.value, self.results)
         self.results.clear()
+        return True
 
     def lacks(self, layer: int) -> bool:
         """Whether a layer before this one has been taken on its own."""
@@ -144,7 +150,8 @@ class _Source:
         if tensors is None:
             return None
         vectors = key.dtype, key.shape[1:], value.dtype, value.shape[1:]
-        return cls(tensors, (running, torch.is_grad_enabled(), *vectors))
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        return cls(tensors, (running, *modes, *vectors))
 
     def same(self, other: "_Source | None") -> bool:
         return (
