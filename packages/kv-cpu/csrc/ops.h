@@ -226,7 +226,7 @@ class Cursor {
   int64_t column_ = 0, inside_ = 0;  // the next token's page of its part, and slot in that
   int part_ = 0;
   int64_t before_ = 0, end_ = 0;  // tokens of the parts before; end of the part, or `last`
-  int64_t read_ = 0;              // bytes to prefetch of a whole page; 0: pages are not prefetched whole
+  int64_t read_ = 0;  // bytes to prefetch of a page at once; 0: pages are not prefetched whole
 };
 
 // Tokens first .. last - 1 of a table row, for one worker.

@@ -259,15 +259,18 @@ class Runner {
     float few[most];
     std::vector<float> many(size_t(group) > most ? group : 0);
     float* factor = many.empty() ? few : many.data();
-    // Those of a whole table row were prefetched with its tokens.
-    const bool fetches = job_.renews && (piece.split >= 0 || !job_.kernels->strips);
+    // Spans of tokens that were read in strips had their scores, and a whole table row was just read.
+    const auto strips = job_.kernels->strips;
+    auto fetched = [&](const Part& part) {
+      return piece.split < 0 && strips && strips(part.key) && strips(part.value);
+    };
     Unseen unseen(*this, piece);
     Cursor cursor(job_, piece.table_row, piece.first, piece.last, fault_, Places::kSlots);
     Block blocks[2];
     Block *now = blocks, *next = blocks + 1;
     for (bool more = cursor.next(*now); more; std::swap(now, next)) {
       more = cursor.next(*next);
-      if (more && fetches) prefetch(piece.table_row, *next);
+      if (more && job_.renews && !fetched(job_.parts[next->part])) prefetch(piece.table_row, *next);
       const float* top = weights + kBlock * group;
       for (int g = 0; g < group; ++g) factor[g] = std::exp(top[g] - lse[g]);
       const float* at = weights;
