@@ -30,16 +30,11 @@ __attribute__((noinline)) void scatter(const Column& column, int strip, int head
 
 // Adds `count` rows of a page at index `at` of a block; see Rows.
 template <size_t kColumns>
-inline void add(const Column (&columns)[kColumns], int at, int count, Strips* strips) {
-  if (!strips) {
-    for (const Column& column : columns)
-      for (int i = 0; i < count; ++i) column.rows[at + i] = column.first + i * column.step;
-    return;
-  }
+inline void add(const Column (&columns)[kColumns], int at, int count, int* heads) {
   unsigned strip = unsigned(at) / kLanes, inside = unsigned(at) % kLanes;
   for (int done = 0, some; done < count; done += some, inside = 0, ++strip) {
     some = std::min(count - done, kLanes - int(inside));
-    int& head = strips->head[strip];
+    int& head = heads[strip];
     if (inside == 0) {
       head = some;
       for (const Column& column : columns)
@@ -53,6 +48,11 @@ inline void add(const Column (&columns)[kColumns], int at, int count, Strips* st
       head = 0;
     }
   }
+}
+
+// The same, by row.
+void add_rows(const Column& column, int at, int count) {
+  for (int i = 0; i < count; ++i) column.rows[at + i] = column.first + i * column.step;
 }
 
 // Repeats the last row, so that kernels can process whole vectors.
@@ -72,7 +72,7 @@ Cursor::Cursor(const Job& job, int64_t table_row, int64_t first, int64_t last, F
                Places places)
     : job_(job),
       fault_(fault),
-      places_(places),
+      strips_(places == Places::kStrips ? job.kernels->strips : nullptr),
       first_(first),
       table_row_(table_row),
       at_(first),
@@ -96,7 +96,7 @@ bool Cursor::next(Block& block) {
       while (block.count < kBlock && at_ < end_ && from_pages(part, block)) {
       }
   }
-  if (block.count && places_ != Places::kSlots) pad(block);
+  if (block.count) pad(block);
   return block.count > 0;
 }
 
@@ -117,9 +117,15 @@ void Cursor::find() {
   entries_ = part.own(table_row_) * part.table_width;
   column_ = (at_ - before_) / part.tokens;
   inside_ = (at_ - before_) % part.tokens;
-  const bool ahead = places_ == Places::kStrips && job_.kernels->strips;
-  read_ = ahead ? part.read_bytes() : 0;
+  read_ = strips_ ? part.read_bytes() : 0;
   if (read_ > kWhole) read_ = 0;
+  key_ = side_of(part.key, part.offset);
+  value_ = side_of(part.value, part.offset + 2);
+}
+
+Cursor::Side Cursor::side_of(const Format& format, const int64_t* offset) const {
+  return {offset[0],    offset[1],    format.bytes(), format.meta_bytes(),
+          format.share, strips_ && strips_(format)};
 }
 
 // Whether all slots of the next token's page are read: its spans are then one, at its first slot.
@@ -131,9 +137,8 @@ bool Cursor::is_whole() const {
 
 // Sets how a block addresses the tokens of a part.
 void Cursor::start(const Part& part, Block& block) const {
-  const auto strips = places_ == Places::kStrips ? job_.kernels->strips : nullptr;
-  block.key_strips = strips && strips(part.key);
-  block.value_strips = strips && strips(part.value);
+  block.key_strips = strips_ && strips_(part.key);
+  block.value_strips = strips_ && strips_(part.value);
   block.key_step = part.paged ? part.key.bytes() : part.key_step[2];
   block.value_step = part.paged ? part.value.bytes() : part.value_step[2];
 }
@@ -179,37 +184,48 @@ bool Cursor::from_pages(const Part& part, Block& block) {
   inside_ += skipped + count;
   if (inside_ >= part.tokens) ++column_, inside_ = 0;
   if (count == 0) return true;
-  const int64_t first = inside + skipped;
-  if (places_ != Places::kSlots) {
-    auto list = [&](const Format& format, const int64_t* offset, bool in_strips, Strips& strips,
-                    const uint8_t** rows, const uint8_t** meta, Spans& spans) {
-      const int step = format.bytes(), more = format.meta_bytes(), to = block.count;
-      const uint8_t *from = at + offset[0] + first * step, *scales = at + offset[1] + first * more;
-      Strips* const found = in_strips ? &strips : nullptr;
-      if (format.share > 1) {
-        add<1>({{from, step, rows, strips.data}}, to, int(count), found);
-        for (int i = 0; i < count; ++i)
-          meta[to + i] = at + offset[1] + (first + i) / format.share * more;
-      } else {
-        add<2>({{from, step, rows, strips.data}, {scales, more, meta, strips.meta}}, to,
-               int(count), found);
-      }
-      if (whole || !job_.kernels->strips) return;
-      spans.add(from, from + count * step);
-      if (more && format.share == 1) spans.add(scales, scales + count * more);
-    };
-    list(part.key, part.offset, block.key_strips, block.key_strip, block.key, block.key_meta,
-         block.key_spans);
-    list(part.value, part.offset + 2, block.value_strips, block.value_strip, block.value,
-         block.value_meta, block.value_spans);
-    if (!whole && job_.kernels->strips)
-      for (const int64_t offset : {part.score, part.stored_position})
-        if (offset >= 0)
-          block.value_spans.add(at + offset + 4 * first, at + offset + 4 * (first + count));
-  }
-  block.run[block.runs++] = {slot + skipped, int(count)};
-  block.count += int(count);
+  add_slots(at, inside + skipped, int(count), block);
+  if (strips_ && !whole) add_spans(part, at, inside + skipped, count, block);
+  block.add({slot + skipped, int(count)});
   return true;
+}
+
+// Adds the addresses of `count` slots of a page.
+inline void Cursor::add_slots(const uint8_t* page, int64_t first, int count, Block& block) const {
+  const int to = block.count;
+  const Column keys[] = {
+      {page + key_.data + first * key_.step, key_.step, block.key, block.key_strip.data},
+      {page + key_.meta + first * key_.meta_step, key_.meta_step, block.key_meta,
+       block.key_strip.meta}};
+  const Column values[] = {
+      {page + value_.data + first * value_.step, value_.step, block.value, block.value_strip.data},
+      {page + value_.meta + first * value_.meta_step, value_.meta_step, block.value_meta,
+       block.value_strip.meta}};
+  auto list = [&](const Side& side, const Column (&columns)[2], Strips& strips) {
+    if (side.strips) return add(columns, to, count, strips.head);
+    add_rows(columns[0], to, count);
+    if (side.share == 1) return add_rows(columns[1], to, count);
+    for (int i = 0; i < count; ++i)
+      columns[1].rows[to + i] = page + side.meta + (first + i) / side.share * side.meta_step;
+  };
+  list(key_, keys, block.key_strip);
+  list(value_, values, block.value_strip);
+}
+
+// Adds what is read of `count` slots of a page, to be prefetched.
+void Cursor::add_spans(const Part& part, const uint8_t* page, int64_t first, int64_t count,
+                       Block& block) const {
+  auto add = [&](const Side& side, Spans& spans) {
+    const uint8_t *data = page + side.data + first * side.step;
+    const uint8_t *meta = page + side.meta + first * side.meta_step;
+    spans.add(data, data + count * side.step);
+    if (side.meta_step && side.share == 1) spans.add(meta, meta + count * side.meta_step);
+  };
+  add(key_, block.key_spans);
+  add(value_, block.value_spans);
+  for (const int64_t offset : {part.score, part.stored_position})
+    if (offset >= 0)
+      block.value_spans.add(page + offset + 4 * first, page + offset + 4 * (first + count));
 }
 
 void Cursor::from_tensors(const Part& part, Block& block) {
@@ -231,20 +247,20 @@ void Cursor::from_tensors(const Part& part, Block& block) {
     const int count = int(stop - slot);
     if (count == 0) continue;
     const int64_t key = part.key_step[2], value = part.value_step[2];
-    if (places_ != Places::kSlots) {
-      add<1>({{keys + slot * key, key, block.key, block.key_strip.data}}, block.count, count,
-             block.key_strips ? &block.key_strip : nullptr);
-      add<1>({{values + slot * value, value, block.value, block.value_strip.data}}, block.count,
-             count, block.value_strips ? &block.value_strip : nullptr);
-      for (int64_t i = slot; job_.kernels->strips && i < stop; ++i) {
-        block.key_spans.add(keys + i * key, keys + i * key + part.key.bytes());
-        block.value_spans.add(values + i * value, values + i * value + part.value.bytes());
-      }
+    auto list = [&](const Column& column, Strips* strips) {
+      strips ? add({column}, block.count, count, strips->head)
+             : add_rows(column, block.count, count);
+    };
+    list({keys + slot * key, key, block.key, block.key_strip.data},
+         block.key_strips ? &block.key_strip : nullptr);
+    list({values + slot * value, value, block.value, block.value_strip.data},
+         block.value_strips ? &block.value_strip : nullptr);
+    for (int64_t i = slot; strips_ && i < stop; ++i) {
+      block.key_spans.add(keys + i * key, keys + i * key + part.key.bytes());
+      block.value_spans.add(values + i * value, values + i * value + part.value.bytes());
     }
-    block.run[block.runs++] = {slot, count};
-    block.count += count;
+    block.add({slot, count});
   }
-  if (places_ == Places::kSlots) return;
   // Plain numbers have no scales.
   std::fill_n(block.key_meta, block.count, nullptr);
   std::fill_n(block.value_meta, block.count, nullptr);

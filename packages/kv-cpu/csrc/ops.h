@@ -67,11 +67,6 @@ struct Part {
 
   // The row in `table` and `length` of a table row of the job; -1: its head has none.
   int64_t own(int64_t table_row) const { return of ? of->own(table_row) : table_row; }
-  const uint8_t* page(int64_t table_row, int64_t slot) const {
-    const int64_t column = slot / tokens;
-    const int64_t entry = reverse ? table_width - 1 - column : column;
-    return data + table[own(table_row) * table_width + entry] * page_step;
-  }
   int64_t count(int64_t table_row) const {
     const int64_t row = own(table_row);
     return row < 0 ? 0 : paged ? length[row] : width;
@@ -150,7 +145,7 @@ struct Fault {
   }
 };
 
-// Consecutive visible tokens, in one page if they are in pages.
+// Consecutive visible tokens.
 struct Run {
   int64_t slot;
   int count;
@@ -182,7 +177,7 @@ class Spans {
 // Up to kBlock visible tokens of one part.
 struct Block {
   int part = 0, count = 0, runs = 0;
-  Run run[kBlock];
+  Run run[kBlock];  // as long as they can be
   // addresses of the numbers of each token, and of its scales and zero points
   const uint8_t *key[kBlock], *key_meta[kBlock], *value[kBlock], *value_meta[kBlock];
   Strips key_strip, value_strip;                  // see Rows
@@ -190,15 +185,21 @@ struct Block {
   int64_t key_step = 0, value_step = 0;
   Spans key_spans, value_spans;  // if any are read in strips
 
+  void add(const Run& more) {
+    if (runs && run[runs - 1].slot + run[runs - 1].count == more.slot)
+      run[runs - 1].count += more.count;
+    else
+      run[runs++] = more;
+    count += more.count;
+  }
   Rows keys() const { return {count, key, key_meta, key_strips ? &key_strip : nullptr, key_step}; }
   Rows values() const {
     return {count, value, value_meta, value_strips ? &value_strip : nullptr, value_step};
   }
 };
 
-// How a block addresses its tokens: by slot, by the address of every row, or by that of strips if
-// the kernels read them.
-enum class Places { kSlots, kRows, kStrips };
+// How a block addresses its tokens: by every row, or by strips if the kernels read them.
+enum class Places { kRows, kStrips };
 
 // Iterates over the visible tokens first .. last - 1 of a table row, in the order of its parts, in
 // blocks.
@@ -214,12 +215,15 @@ class Cursor {
   void find();
   void start(const Part& part, Block& block) const;
   bool from_pages(const Part& part, Block& block);
+  void add_slots(const uint8_t* page, int64_t first, int count, Block& block) const;
+  void add_spans(const Part& part, const uint8_t* page, int64_t first, int64_t count,
+                 Block& block) const;
   bool is_whole() const;
   void from_tensors(const Part& part, Block& block);
 
   const Job& job_;
   Fault& fault_;
-  const Places places_;
+  bool (*const strips_)(const Format&);  // null: rows are not read in strips, and none prefetched
   const int64_t first_;
   int64_t table_row_, at_, last_;  // in tokens of the table row
   int64_t entries_ = 0;  // of the part's table before those of the table row
@@ -227,6 +231,14 @@ class Cursor {
   int part_ = 0;
   int64_t before_ = 0, end_ = 0;  // tokens of the parts before; end of the part, or `last`
   int64_t read_ = 0;  // bytes to prefetch of a page at once; 0: pages are not prefetched whole
+  // How the keys, and the values, of the part are read, and how they lie in its pages.
+  struct Side {
+    int64_t data, meta;   // offsets of the first slot's
+    int step, meta_step;  // bytes
+    int share;
+    bool strips;
+  } key_{}, value_{};
+  Side side_of(const Format& format, const int64_t* offset) const;
 };
 
 // Tokens first .. last - 1 of a table row, for one worker.

@@ -16,12 +16,34 @@ struct State {
   float *top, *total, *sums;
 };
 
+// The blocks of a piece, for its observation.
+class Seen {
+ public:
+  struct Some {
+    int part, first, last;  // the runs first .. last - 1
+  };
+
+  void clear() { blocks_.clear(), runs_.clear(); }
+  void add(const Block& block) {
+    const int first = int(runs_.size());
+    runs_.insert(runs_.end(), block.run, block.run + block.runs);
+    blocks_.push_back({block.part, first, first + block.runs});
+  }
+  const std::vector<Some>& blocks() const { return blocks_; }
+  const Run& run(int i) const { return runs_[i]; }
+
+ private:
+  std::vector<Some> blocks_;
+  std::vector<Run> runs_;
+};
+
 // The buffers of a worker.
 struct Scratch {
   Uninitialized<float> numbers, weights;
   Uninitialized<uint8_t> prepared;  // queries, per part
   float *queries, *query_sums;
   State state;
+  Seen seen;
 };
 
 // Prefetches `values`, then `keys`.
@@ -70,13 +92,15 @@ class Runner {
       Scratch& scratch = scratch_.emplace_back(Scratch{
           Uninitialized<float>(queries + job.group + state_size()),
           Uninitialized<float>((watching ? std::max<int64_t>(1, plan_.longest) : 1) * block_size()),
-          Uninitialized<uint8_t>(prepared), nullptr, nullptr, {}});
+          Uninitialized<uint8_t>(prepared), nullptr, nullptr, {}, {}});
       scratch.queries = scratch.numbers.get();
       scratch.query_sums = scratch.queries + queries;
       scratch.state = state_in(scratch.query_sums + job.group);
     }
     split_ = Uninitialized<float>(plan_.split_pieces * state_size());
-    if (watching) kept_ = Uninitialized<float>(plan_.kept * block_size());
+    if (!watching) return;
+    kept_ = Uninitialized<float>(plan_.kept * block_size());
+    split_seen_.resize(plan_.split_pieces);
   }
 
   void run(Parallel parallel) {
@@ -127,11 +151,14 @@ class Runner {
       const bool whole = piece->split < 0;
       const State state = whole ? scratch.state : split(piece->split);
       float* weights = whole || !watching ? scratch.weights.get() : kept(*piece);
+      Seen& seen = whole || !watching ? scratch.seen : split_seen_[piece->split];
+      seen.clear();
       start(*piece, state);
       if (now->count) {
         const Queries queries = prepare(piece->table_row, scratch);
         float* at = weights;
         for (bool last = false; !last; std::swap(now, next)) {
+          if (watching) seen.add(*now);
           last = !cursor->next(*next);
           if (last && then) enter(then, *next);
           attend(*now, *next, queries, scratch, state, at);
@@ -143,7 +170,7 @@ class Runner {
         enter(then, *now);
       }
       if (whole) finish(piece->table_row, state);
-      if (whole && watching) observe(*piece, weights);
+      if (whole && watching) observe(*piece, weights, seen);
       piece = then;
     }
   }
@@ -249,10 +276,10 @@ class Runner {
   void attention_mass() {
     for (size_t i; (i = next_++) < plan_.pieces.size();)
       if (plan_.pieces[i].split >= 0)
-        observe(plan_.pieces[i], kept(plan_.pieces[i]));
+        observe(plan_.pieces[i], kept(plan_.pieces[i]), split_seen_[plan_.pieces[i].split]);
   }
 
-  void observe(const Piece& piece, const float* weights) {
+  void observe(const Piece& piece, const float* weights, const Seen& seen) {
     const int group = int(job_.group);
     const float* lse = job_.lse + piece.table_row * group;
     const std::vector<float>::size_type most = 64;
@@ -265,38 +292,44 @@ class Runner {
       return piece.split < 0 && strips && strips(part.key) && strips(part.value);
     };
     Unseen unseen(*this, piece);
-    Cursor cursor(job_, piece.table_row, piece.first, piece.last, fault_, Places::kSlots);
-    Block blocks[2];
-    Block *now = blocks, *next = blocks + 1;
-    for (bool more = cursor.next(*now); more; std::swap(now, next)) {
-      more = cursor.next(*next);
-      if (more && job_.renews && !fetched(job_.parts[next->part])) prefetch(piece.table_row, *next);
+    for (auto block = seen.blocks().begin(); block != seen.blocks().end(); ++block) {
+      const auto next = block + 1;
+      if (job_.renews && next != seen.blocks().end() && !fetched(job_.parts[next->part]))
+        for (int i = next->first; i < next->last; ++i)
+          prefetch(piece.table_row, job_.parts[next->part], seen.run(i));
       const float* top = weights + kBlock * group;
       for (int g = 0; g < group; ++g) factor[g] = std::exp(top[g] - lse[g]);
       const float* at = weights;
-      for (int i = 0; i < now->runs;) {
-        Run run = now->run[i++];  // with those after it, up to a hole
-        for (; i < now->runs && now->run[i].slot == run.slot + run.count; ++i)
-          run.count += now->run[i].count;
-        unseen.until(now->part, run);
-        observe(piece.table_row, now->part, run, at, factor);
-        at += run.count;
+      for (int i = block->first; i < block->last; at += seen.run(i++).count) {
+        unseen.until(block->part, seen.run(i));
+        observe(piece.table_row, block->part, seen.run(i), at, factor);
       }
       weights += block_size();
     }
     unseen.rest();
   }
 
-  // Fetches the scores and positions of a block, which are on lines of their own in each page.
-  void prefetch(int64_t table_row, const Block& block) const {
-    const Part& part = job_.parts[block.part];
-    for (int i = 0; part.paged && i < block.runs; ++i) {
-      const Run& run = block.run[i];
-      const uint8_t* page = part.page(table_row, run.slot);
-      const int64_t first = 4 * (run.slot % part.tokens), last = first + 4 * run.count - 1;
+  // Fetches the scores and positions of a run, which are on lines of their own in each page.
+  void prefetch(int64_t table_row, const Part& part, const Run& run) const {
+    each_page(table_row, part, run, [&](int, uint8_t* page, int64_t first, int count) {
+      const int64_t last = 4 * (first + count) - 1;
       for (int64_t offset : {part.score, part.stored_position})
-        for (int64_t at = first; offset >= 0 && at < last + 64; at += 64)
+        for (int64_t at = 4 * first; offset >= 0 && at < last + 64; at += 64)
           __builtin_prefetch(page + offset + std::min(at, last), 1, 3);
+    });
+  }
+
+  // Calls use(tokens before, page, first slot of it, tokens) for each page of a run.
+  template <typename Use>
+  void each_page(int64_t table_row, const Part& part, const Run& run, Use use) const {
+    if (!part.paged) return;
+    const int64_t entries = part.own(table_row) * part.table_width;
+    int64_t column = run.slot / part.tokens, first = run.slot % part.tokens;
+    for (int done = 0, count; done < run.count; done += count, first = 0, ++column) {
+      count = int(std::min<int64_t>(part.tokens - first, run.count - done));
+      const int64_t entry = part.reverse ? part.table_width - 1 - column : column;
+      const uint8_t* page = part.data + part.table[entries + entry] * part.page_step;
+      use(done, const_cast<uint8_t*>(page), first, count);
     }
   }
 
@@ -395,15 +428,12 @@ class Runner {
         given[i] = int32_t(std::clamp<int64_t>(place[(run.slot + i) * part.place_step[2]], -1,
                                                INT32_MAX));
     }
-    for (int done = 0, count; done < run.count; done += count) {
-      const int64_t slot = run.slot + done, row = slot % part.tokens;
-      count = int(std::min<int64_t>(part.tokens - row, run.count - done));
-      auto* page = const_cast<uint8_t*>(part.page(table_row, slot));
+    each_page(table_row, part, run, [&](int done, uint8_t* page, int64_t first, int count) {
       const uint8_t* positions = part.stored_position < 0
                                      ? reinterpret_cast<const uint8_t*>(given + done)
-                                     : page + part.stored_position + 4 * row;
-      job_.kernels->renew(mass + done, count, positions, renewal, page + part.score + 4 * row);
-    }
+                                     : page + part.stored_position + 4 * first;
+      job_.kernels->renew(mass + done, count, positions, renewal, page + part.score + 4 * first);
+    });
   }
 
   const Job& job_;
@@ -413,6 +443,7 @@ class Runner {
   std::vector<int64_t> prepared_;  // offset of each part's queries; -1: none
   std::vector<Scratch> scratch_;
   Uninitialized<float> split_, kept_;
+  std::vector<Seen> split_seen_;  // by split piece, as any worker observes one
   std::atomic<size_t> next_{0};
 };
 
