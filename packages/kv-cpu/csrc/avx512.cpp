@@ -1,8 +1,8 @@
-#include "kernels.inc"
+#include "words.inc"
 
 namespace kv {
 
-extern const Kernels avx512_kernels = {"avx512", nullptr, nullptr, dot,  weigh,
-                                       soften, observe, renew, widen, bound};
+extern const Kernels avx512_kernels = {"avx512", prepared_size, prepare, dot_words, weigh_words,
+                                     soften_words, observe, renew, widen, bound, is_taken};
 
 }  // namespace kv

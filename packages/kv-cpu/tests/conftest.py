@@ -12,7 +12,7 @@ from kv_cpu.library import FORCE
 from native_sets import PAGE_SETS, SETS
 
 # These round weights and queries to integers; others compute in float32.
-ROUNDED = {"vnni": 1e-3, "dotprod": 1e-3, "amx": 1e-3, "amx-emulated": 1e-3}
+ROUNDED = {"avx2", "avx512", "vnni", "dotprod", "amx", "amx-emulated"}
 
 
 def pytest_report_header() -> str:
@@ -32,7 +32,7 @@ def case() -> Callable[..., Case]:
 def near(request: pytest.FixtureRequest) -> Iterator[float]:
     """Force each instruction set, and return its tolerance."""
     with patch.dict(os.environ, {FORCE: request.param}):
-        yield ROUNDED.get(request.param, 2e-5)
+        yield 1e-3 if request.param in ROUNDED else 2e-5
 
 
 @pytest.fixture(scope="module", params=PAGE_SETS)
