@@ -246,7 +246,7 @@ def test_what_is_left_to_torch_has_a_reason():
     ):
         c = random_case(15, **{"L": 20} | change)
         assert reason in prompt.declined(c.inputs())
-        assert_same_output(c, "cpu")
+        assert_same_output(c, "cpu", 1e-3)  # a few queries are decoded, by any instruction set
     c = random_case(15, L=20)
     assert "AVX2" in prompt.declined(c.inputs(), "plain")
 
