@@ -151,8 +151,8 @@ extern const Kernels dotprod_kernels;
 // The kernels with this name, if the processor supports them; null otherwise.
 const Kernels* kernels(const char* name);
 
-// The kernels that an available instruction set extends, or its own, whose products are in float32
-// for every format.
+// The kernels that an available instruction set extends, or its own, whose products of numbers that
+// are not codes are in float32.
 const Kernels& in_float32(const Kernels& chosen);
 
 }  // namespace kv
