@@ -44,12 +44,12 @@ class Attender {
       if (!holds_any(part)) continue;  // as the pages of a prompt's first chunk
       (is_narrow(part.key) ? any_narrow_ : any_wide_) = true;
       any_scaled_ |= is_scaled(part.key);
-      floats_ = std::max(floats_, kept_floats(is_narrow(part.value)));
     }
     for (size_t i = 0; i < prompt.largest.size(); ++i) kept_ += job_.parts[i].width;
     const bool sums = !job_.watches.empty();
     for (int64_t i = 0; i < job_.table_rows() && sums; ++i) kept_ = std::max(kept_, job_.tokens(i));
-    const Tasks found(job_, sequences_, starts_, sums ? kept_ * floats_ / kPanel : kept_, workers);
+    const Tasks found(job_, sequences_, starts_, sums ? kept_ * kKeptFloats / kPanel : kept_,
+                      workers);
     tasks_ = found.all;
     if (sums) masses_.emplace(prompt.job, sequences_, tasks_);
     scratch_.resize(workers);
@@ -117,7 +117,7 @@ class Attender {
       scratch.largest.emplace_back(job_.table_rows() * job_.parts[i].width, -INFINITY);
     if (kept_) {
       const int64_t blocks = kept_ / kBlock + int64_t(job_.parts.size());
-      const int64_t size = masses_ ? kept_rows_ * kPanels * floats_ : rows * kBlock;
+      const int64_t size = masses_ ? kept_rows_ * kPanels * kKeptFloats : rows * kBlock;
       scratch.kept = Uninitialized<float>(size * blocks);
       scratch.tops = Uninitialized<float>(masses_ ? kTops * kept_rows_ * blocks : 0);
       scratch.lse = room(4 * kept_rows_);
@@ -218,7 +218,6 @@ class Attender {
       scratch.blocks.push_back({block.part, {block.run, block.run + block.runs}, {}});
     float* weights = masses_ ? weights_of(kept, scratch) : nullptr;
     float* tops = masses_ ? tops_of(kept, scratch) : nullptr;
-    const int floats = kept_floats(values.narrow);
     scratch.tiles.clear();
     for (int64_t r = 0; r < rows(task); r += tile_rows()) {
       const int last = scratch.rank[std::min(r + tile_rows(), rows(task)) - 1];
@@ -240,7 +239,7 @@ class Attender {
                                      : scratch.logits[0].numbers,
                                scratch.weights[0].numbers,
                                scratch.found[0].numbers,
-                               weights ? weights + r * floats : nullptr,
+                               weights ? weights + r * kKeptFloats : nullptr,
                                tops ? tops + r : nullptr,
                                int(kept_rows_)});
     }
@@ -255,7 +254,7 @@ class Attender {
   }
 
   float* weights_of(int64_t block, Scratch& scratch) const {
-    return scratch.kept.get() + block * kPanels * kept_rows_ * floats_;
+    return scratch.kept.get() + block * kPanels * kept_rows_ * kKeptFloats;
   }
   float* tops_of(int64_t block, Scratch& scratch) const {
     return scratch.tops.get() + block * kTops * kept_rows_;
@@ -372,7 +371,6 @@ class Attender {
   static constexpr int kTops = kPanels / kTopPanels;
   int64_t kept_ = 0;  // most tokens of a task whose logits or weights are kept
   int64_t kept_rows_ = 0;
-  int floats_ = 0;  // of a row's kept weights of a panel
   std::optional<Masses> masses_;
   bool any_narrow_ = false, any_wide_ = false, any_scaled_ = false;  // of the parts' keys
   std::vector<Task> tasks_;

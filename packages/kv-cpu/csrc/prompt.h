@@ -46,13 +46,13 @@ struct RowTile {
 
 constexpr int kTopPanels = 4;  // of a block, with the same tops
 
-// Floats of a row's weights of a panel.
-constexpr int kept_floats(bool narrow) { return narrow ? kPanel / 2 : kPanel; }
+// Floats of a row's weights of a panel, which have 16 bits each.
+constexpr int kKeptFloats = kPanel / 2;
 
 // The kept weights of a task's rows for a block of tokens, relative to 2**top.
 struct KeptRows {
   int count, room;  // rows in use, and all
-  bool narrow;      // bfloat16 numbers
+  bool narrow;      // bfloat16 numbers in pairs; else as in kept.inc
   bool squares;     // of probabilities are summed
   const float* weights;  // panel x row x kPanel
   const float* tops;     // of kTopPanels panels x row

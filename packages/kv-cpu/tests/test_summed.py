@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from attention_cases import Case, random_case
 from attention_judge import SHAPES
 from kv_attention import Attended
-from kv_cpu import arguments, attention_mass, chosen, prompt
+from kv_cpu import arguments, attention_mass, prompt
 from kv_cpu.few import MOST
 from kv_cpu.library import FORCE
 from kv_policy import Observe
-from native_sets import NARROW, PROMPT_SETS
+from native_sets import PROMPT_SETS, kept_error
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 NAMES = st.sampled_from(["8", "4", "3", "1", "4n", "float16", "bfloat16", "float32"])
@@ -36,12 +36,6 @@ def isa(request):
         yield request.param
 
 
-def error(dtype: torch.dtype, what: Observe) -> float:
-    """Return the largest relative error: weights may be rounded to bfloat16, by up to 2**-8."""
-    rounded = dtype == torch.bfloat16 and chosen() in NARROW
-    return 2e-5 + what.power * 2**-8 * rounded
-
-
 def summed(case: Case, what: Observe, threads: int = 1) -> Attended:
     """Attend and sum at once, which must not need a pass of its own."""
     before = torch.get_num_threads()
@@ -58,7 +52,7 @@ def assert_summed(case: Case, what: Observe, threads: int = 1) -> Attended:
     exact = replace(case, q=case.q.double()).attend(what, backend="reference")
     for got, wanted in zip(found.mass, exact.mass, strict=True):
         assert got.dtype == torch.float32
-        near = error(case.q.dtype, what)
+        near = 2e-5 + kept_error(case.q.dtype, what.power)
         torch.testing.assert_close(got.double(), wanted.double(), rtol=near, atol=2e-5)
     for got, wanted in zip(found.seen, exact.seen, strict=True):
         assert torch.equal(got, wanted)
@@ -113,6 +107,19 @@ def test_no_query_and_queries_in_any_order(case, isa, dtype):
         assert_summed(shuffled, what)
         nobody = summed(replace(c, position=torch.full_like(c.position, -1)), what)
         assert all((x == 0).all() for x in (*nobody.mass, *nobody.seen))
+
+
+@pytest.mark.parametrize("name", PROMPT_SETS)
+def test_small_probabilities_are_as_accurate(case, name):
+    """Weights of down to 2**-29 of the largest, of queries that all see it."""
+    c = case(9, tiers=[], B=1, H=1, G=2, L=64, D=8, Dv=8)
+    c.q.copy_(torch.ones(8))
+    c.dense[0].key.copy_((torch.linspace(0, -20, 64) / (8 * c.scale))[:, None])
+    what = Observe(None, "sum")
+    (found,) = prompt.attend_and_sum(c.inputs(), what, name)[1].mass
+    (exact,) = replace(c, q=c.q.double()).attend(what, backend="reference").mass
+    near = 2e-5 + kept_error(c.q.dtype, what.power)
+    torch.testing.assert_close(found.double(), exact.double(), rtol=near, atol=0)
 
 
 def test_a_nan_spoils_the_sums_of_what_its_query_sees(case, isa):

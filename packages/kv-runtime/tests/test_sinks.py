@@ -54,6 +54,7 @@ def test_the_observed_mass_is_that_of_the_softmax_with_the_sinks(softcap, sinks,
     need(backend)
     policy = parse("h2o:budget=90")
     by_layer = drawn_sinks() if sinks else None
+    near = 1e-4 + (2**-11 if backend == "cpu" else 0)  # which sums weights of a prompt in 16 bits
     cache = Kept(policy, SHAPE, backend=backend)
     cache._decode_rows = None  # it adds masses to the scores in pages, which the next test reads
     g = torch.Generator().manual_seed(2)
@@ -79,9 +80,9 @@ def test_the_observed_mass_is_that_of_the_softmax_with_the_sinks(softcap, sinks,
             want = x.softmax(-1)[..., : keys[layer].shape[2]].sum(3).mean(2)
             found = torch.cat([m for m in cache.last.mass if m.shape[-1]], -1)
             # Nothing is evicted, and a table of pages keeps the order of tokens.
-            torch.testing.assert_close(found.sum(-1), want.sum(-1), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(found.sum(-1), want.sum(-1), rtol=near, atol=1e-5)
             found, want = found.sort(-1).values, want.sort(-1).values
-            torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(found, want, rtol=near, atol=1e-5)
 
 
 @pytest.mark.parametrize(("softcap", "sinks"), SOFTMAX)

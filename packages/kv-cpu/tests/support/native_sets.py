@@ -3,7 +3,9 @@
 import os
 from typing import Final
 
-from kv_cpu import runnable
+import torch
+
+from kv_cpu import chosen, runnable
 
 # Comma-separated names of the instruction sets to test, if available here.
 TESTED: Final = os.environ.get("KV_CPU_TESTED", "")
@@ -16,3 +18,9 @@ PAGE_SETS: Final = [x for x in SETS if x not in ("vnni", "neon", "dotprod")] or 
 PROMPT_SETS: Final = [
     x for x in SETS if x != "dotprod" and (x != "vnni" or "amx" not in runnable())
 ] or ["plain"]
+
+
+def kept_error(dtype: torch.dtype, power: int) -> float:
+    """Return the relative error of sums of weights that prompts keep, in bfloat16 or float16."""
+    narrow = dtype == torch.bfloat16 and chosen() in NARROW
+    return power * (2**-8 if narrow else 2**-11)
