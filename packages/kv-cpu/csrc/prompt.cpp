@@ -49,7 +49,7 @@ class Attender {
     const bool sums = !job_.watches.empty();
     for (int64_t i = 0; i < job_.table_rows() && sums; ++i) kept_ = std::max(kept_, job_.tokens(i));
     const Tasks found(job_, sequences_, starts_, sums ? kept_ * kKeptFloats / kPanel : kept_,
-                      workers);
+                      int(tile_rows()), workers);
     tasks_ = found.all;
     if (sums) masses_.emplace(prompt.job, sequences_, tasks_);
     scratch_.resize(workers);
@@ -146,7 +146,7 @@ class Attender {
       const Task& task = tasks_[i];
       begin(task, scratch);
       Block block;
-      Cursor cursor(job_, task.table_row, 0, job_.tokens(task.table_row), fault_);
+      Cursor cursor(job_, task.table_row, 0, end_of(task), fault_);
       scratch.blocks.clear();
       while (cursor.next(block)) attend(task, block, scratch);
       finish(task, scratch);
@@ -161,6 +161,18 @@ class Attender {
 
   int64_t tile_rows() const { return prompt_.kernels->rows; }
   int64_t rows(const Task& task) const { return (task.last - task.first) * job_.group; }
+
+  // The tokens of its table row up to the last that its queries see, in the order of a cursor.
+  int64_t end_of(const Task& task) const {
+    int64_t end = job_.tokens(task.table_row);
+    for (size_t i = job_.parts.size(); i-- > 0 && !job_.parts[i].paged;) {
+      const int64_t width = job_.parts[i].width;
+      const int* starts = starts_[i].data() + task.table_row / job_.heads * width;
+      for (int64_t slot = width; slot-- > 0; --end)
+        if (starts[slot] < task.last) return end;
+    }
+    return end;
+  }
 
   void begin(const Task& task, Scratch& scratch) const {
     const int64_t* step = prompt_.chunk.query_step;

@@ -35,8 +35,9 @@ class Tasks {
  public:
   // starts: per part and sequence, the first query that sees each slot
   // kept: tokens whose logits a task keeps, of all of its rows
+  // tile: rows that are computed at once
   Tasks(const Job& job, const std::vector<Sequence>& sequences,
-        const std::vector<std::vector<int>>& starts, int64_t kept, int workers);
+        const std::vector<std::vector<int>>& starts, int64_t kept, int tile, int workers);
 
   std::vector<Task> all;
   int64_t most = 0;  // maximum rows of a task

@@ -33,8 +33,7 @@ std::vector<int64_t> seen_by(const Job& job, const Sequence& sequence,
 }  // namespace
 
 Tasks::Tasks(const Job& job, const std::vector<Sequence>& sequences,
-             const std::vector<std::vector<int>>& starts, int64_t kept,
-             int workers) {
+             const std::vector<std::vector<int>>& starts, int64_t kept, int tile, int workers) {
   std::vector<std::vector<int64_t>> seen;
   int64_t total = 0;
   for (int64_t table_row = 0; table_row < job.table_rows(); ++table_row) {
@@ -44,19 +43,25 @@ Tasks::Tasks(const Job& job, const std::vector<Sequence>& sequences,
   const int64_t limit = workers > 1 ? total / (kTasks * workers) : total;
   int64_t room = kMostSums / (panels_of(int(job.value_dim)) * kPanel);
   if (kept) room = std::min(room, std::max(kMostKept / kept, kLeastRows));
-  const int64_t held = std::max<int64_t>(1, room / job.group);
+  int64_t held = std::max<int64_t>(1, room / job.group);
+  // Queries whose rows fill tiles, as all rows of the last tile of a task are multiplied.
+  int64_t whole = tile / std::gcd<int64_t>(tile, job.group);
+  if (4 * whole > held) whole = 1;  // tasks would be smaller by much
+  held -= held % whole;
   for (int64_t table_row = 0; table_row < job.table_rows(); ++table_row) {
     const auto count = int64_t(seen[table_row].size());
     // Tasks of equal size, as the last one unpacks the most tokens.
     const int64_t parts = (count + held - 1) / held;
-    const int64_t queries = parts ? (count + parts - 1) / parts : 1;
+    int64_t queries = parts ? (count + parts - 1) / parts : 1;
+    queries += (whole - queries % whole) % whole;
     const int64_t least = std::min(queries, (kLeastRows + job.group - 1) / job.group);
     Task task{table_row, 0, 0, 0};
     for (int64_t i = 0; i < count; ++i) {
       task.work += seen[table_row][i] + 1;
       task.last = i + 1;
       const int64_t size = task.last - task.first;
-      if (task.last < count && size < queries && (task.work <= limit || size < least)) continue;
+      const bool fits = size < queries && (task.work <= limit || size < least);
+      if (task.last < count && (fits || size % whole)) continue;
       all.push_back(task);
       most = std::max(most, size * job.group);
       task = {table_row, task.last, task.last, 0};
