@@ -145,10 +145,14 @@ class Attender {
     for (size_t i; (i = next_++) < tasks_.size() && fault_.part < 0;) {
       const Task& task = tasks_[i];
       begin(task, scratch);
-      Block block;
+      Block blocks[2];  // the present one and the next, which has no tokens after the last
       Cursor cursor(job_, task.table_row, 0, end_of(task), fault_);
       scratch.blocks.clear();
-      while (cursor.next(block)) attend(task, block, scratch);
+      bool more = cursor.next(blocks[0]);
+      for (int at = 0; more; at ^= 1) {
+        more = cursor.next(blocks[at ^ 1]);
+        attend(task, blocks[at], blocks[at ^ 1], scratch);
+      }
       finish(task, scratch);
       if (masses_) {
         sum(task, scratch);
@@ -207,7 +211,7 @@ class Attender {
     }
   }
 
-  void attend(const Task& task, const Block& block, Scratch& scratch) const {
+  void attend(const Task& task, const Block& block, const Block& next, Scratch& scratch) const {
     find_starts(task, block, scratch);
     const int panels = panels_of(block.count), end = int(task.last);
     if (*std::min_element(scratch.earliest, scratch.earliest + panels) >= end) return;
@@ -255,8 +259,11 @@ class Attender {
                                tops ? tops + r : nullptr,
                                int(kept_rows_)});
     }
+    const Format &key = job_.parts[next.part].key, &value = job_.parts[next.part].value;
+    NextRows ahead{{next.keys(), key.bytes(), key.meta_bytes()},
+                   {next.values(), value.bytes(), value.meta_bytes()}};
     prompt_.kernels->attend(packed, job_.scale * kLog2, job_.softcap * kLog2, scratch.tiles.data(),
-                            int(scratch.tiles.size()));
+                            int(scratch.tiles.size()), ahead);
   }
 
   // The kept logits of the tile of rows from r on.

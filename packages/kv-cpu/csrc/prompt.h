@@ -44,6 +44,12 @@ struct RowTile {
   int kept_rows;  // from a panel to the next, or from some tops to the next
 };
 
+// The rows of the next block, which may be prefetched between products.
+struct NextRows {
+  Ahead keys, values;
+  int asked = 0;  // of each
+};
+
 constexpr int kTopPanels = 4;  // of a block, with the same tops
 
 // Floats of a row's weights of a panel, which have 16 bits each.
@@ -72,7 +78,8 @@ struct PromptKernels {
   // Adds a block of tokens to the partial results of consecutive rows, all tiles of which but the
   // last are full. Logits are in base 2, with `scale` multiplied in, and bounded by `most` if it is
   // not 0.
-  void (*attend)(const PackedBlock&, float scale, float most, const RowTile* tiles, int count);
+  void (*attend)(const PackedBlock&, float scale, float most, const RowTile* tiles, int count,
+                 NextRows&);
   // to[d] = sum * share + shift, for the sums of one row of a tile.
   void (*finish)(const float* sums, int panels, float share, float shift, float* to);
   // most[i] = the maximum of logits - lse, both in base 2, over the first rows of a tile, if it is
