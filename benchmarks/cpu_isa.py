@@ -4,7 +4,8 @@ One layer with the heads of SmolLM2-135M, queries in bfloat16, one thread. A dec
 stored tokens in pages in random order; a prompt sees itself alone. Each instruction set that this
 processor has is asked for by its name; `plain` and emulated tiles are for tests, and left out. A
 row is the median over rounds in which all take turns; a ratio is the median over rounds of the
-seconds of `avx512` over those of the instruction set. Seconds are processor time.
+seconds of `avx512` over those of the instruction set. Seconds are processor time. On a processor
+with AMX the result is `cpu_isa_amx`.
 """
 
 import argparse
@@ -78,7 +79,8 @@ def main() -> None:
         for row in rows
         if row["isa"] != BASE
     }
-    _result.write("cpu_isa", summary, rows, quick=quick)
+    name = "cpu_isa_amx" if "amx" in isas else "cpu_isa"
+    _result.write(name, summary, rows, quick=quick)
 
 
 if __name__ == "__main__":

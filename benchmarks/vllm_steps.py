@@ -7,7 +7,7 @@ count. Ratios are of the medians of all steps, or of all prompts, of a way: over
 steps of `leankv` over `k4v2`, which stores all tokens in the smaller of its formats. Prompts are
 alone in their step. `own_share` is what `k8v4` does beside native attention, which stores the new
 token as well: Python, metadata and calls, as a share of a step. Names without `compiled` are of
-eager engines.
+eager engines. On a processor with AMX the result is `vllm_steps_amx`.
 """
 
 import argparse
@@ -23,6 +23,8 @@ from _vllm_load import raw_token_bytes, text_ids
 from _vllm_process import CONSOLE, Row, alternating
 from _vllm_turns import Engine
 from _vllm_ways import BF16
+
+from kv_cpu import runnable
 
 LENGTH: Final = 2000
 TURN: Final = 10  # steps of a turn
@@ -115,7 +117,8 @@ def main() -> None:
     summary = figures(rows)
     for name, value in summary.items():
         print(f"{name:40} {value:.4f}")
-    _result.write("vllm_steps", summary, rows, quick=given.quick)
+    name = "vllm_steps_amx" if "amx" in runnable() else "vllm_steps"
+    _result.write(name, summary, rows, quick=given.quick)
 
 
 if __name__ == "__main__":

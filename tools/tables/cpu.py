@@ -245,6 +245,7 @@ WRITERS: Final = {
     "cpu_decode_amx": cpu_decode,
     "cpu_end_to_end": cpu_end_to_end,
     "cpu_isa": only_figures,
+    "cpu_isa_amx": only_figures,
     "cpu_prefill": cpu_prefill,
     "cpu_scores": cpu_scores,
     "cpu_store": only_figures,

@@ -92,8 +92,8 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
     "Inside vLLM": (
         *("vllm_capacity", "vllm_throughput", "vllm_throughput_amx", "vllm_gate"),
         *("vllm_documents", "vllm_quality", "vllm_loaded", "vllm_nll", "vllm_trace"),
-        *("vllm_prefill", "vllm_steps", "vllm_parts", "vllm_quest", "vllm_models"),
-        *("vllm_soak", "engine"),
+        *("vllm_prefill", "vllm_steps", "vllm_steps_amx", "vllm_parts", "vllm_quest"),
+        *("vllm_models", "vllm_soak", "engine"),
     ),
     "Quality": (
         *("peers", "foundation", "gate", "kv_compress_quality", "leankv_quality"),
@@ -107,7 +107,7 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "Native code on CPUs": (
         *("cpu_decode", "cpu_decode_amx", "cpu_prefill", "cpu_scores", "cpu_store", "cpu_isa"),
-        "quest_speed",
+        *("cpu_isa_amx", "quest_speed"),
     ),
     "Models and GPUs": ("models", "gpu_static", "triton_compile"),
 }

@@ -440,6 +440,7 @@ WRITERS: Final = {
     "vllm_quest": vllm_quest,
     "vllm_soak": vllm_soak,
     "vllm_steps": vllm_steps,
+    "vllm_steps_amx": vllm_steps,
     "vllm_throughput": vllm_throughput,
     "vllm_throughput_amx": vllm_throughput,
     "vllm_trace": vllm_trace,
