@@ -6,6 +6,7 @@
 #include "boundary.h"
 #include "marked.h"
 #include "name.h"
+#include "page_set.h"
 
 namespace kv {
 namespace {
@@ -55,17 +56,17 @@ void check_pages(const Tier& source, const Tier& tier, const std::vector<Share>&
     check_apart(tier.pages_view, {"page data"}, source.pages_view, {"source data"});
     return;
   }
-  std::vector<bool> written(std::max(source.pages, tier.pages));
+  PageSet written;
   for (const Share& share : shares)
     over_runs(tier, marks, share, [&](int64_t slot, const int64_t*, int) {
-      written[tier.table[tier.entry(table_rows[share.i], slot / tier.tokens)]] = true;
+      written.add(tier.table[tier.entry(table_rows[share.i], slot / tier.tokens)]);
     });
   for (const Share& share : shares)
     for (int64_t token = share.first; token < share.last; ++token) {
       if (!marks.of(share.i)[token]) continue;
       const int64_t page =
           source.table[source.entry(source_rows[share.i], token / source.tokens)];
-      if (written[page])
+      if (written.has(page))
         refuse("page ", page, " is read and written; tokens are encoded in other pages");
     }
 }

@@ -6,6 +6,7 @@
 
 #include "boundary.h"
 #include "maps.h"
+#include "page_set.h"
 #include "pages.h"
 
 namespace kv {
@@ -203,12 +204,11 @@ void read_renewal(Job& job, const std::vector<int64_t>& numbers,
 // would update, before anything is written.
 void check_tables(const Job& job) {
   Fault fault;
-  std::vector<std::vector<bool>> named(job.parts.size());
+  std::vector<PageSet> named(job.parts.size());  // by the first part of a pool
   for (size_t i = 0; i < job.parts.size(); ++i) {
     const Part& part = job.parts[i];
     size_t pool = 0;
     while (job.parts[pool].data != part.data) ++pool;
-    if (job.renews && part.paged) named[pool].resize(part.pages);
     for (int64_t row = 0; part.paged && row < job.table_rows(); ++row) {
       if (job.position[row / job.heads] < 0) continue;  // its query is padding
       const int64_t used = (part.count(row) + part.tokens - 1) / part.tokens;
@@ -217,10 +217,8 @@ void check_tables(const Job& job) {
         const int64_t page = part.table[column];
         if (page < 0 || page >= part.pages) {
           fault.raise(int(i), page);
-        } else if (job.renews) {
-          if (named[pool][page])
-            refuse("page ", page, " is in two table rows; scores of a page are updated by one");
-          named[pool][page] = true;
+        } else if (job.renews && !named[pool].add(page)) {
+          refuse("page ", page, " is in two table rows; scores of a page are updated by one");
         }
       }
     }

@@ -6,6 +6,7 @@
 #include "boundary.h"
 #include "marked.h"
 #include "name.h"
+#include "page_set.h"
 
 namespace kv {
 namespace {
@@ -153,15 +154,14 @@ void page_copy(Tensor data, Tensor source, Tensor target) {
   const Integers from = integers_of(sources), to = integers_of(targets);
   check_apart(pages, {"page data"}, sources, {"source"});
   check_apart(pages, {"page data"}, targets, {"target"});
-  std::vector<bool> written(count ? there : 0);
+  PageSet written;
   for (int64_t i = 0; i < count; ++i) {
     if (from[i] < 0 || from[i] >= there || to[i] < 0 || to[i] >= there)
       refuse("page ", from[i], " is to be copied to page ", to[i], "; there are ", there);
-    if (written[to[i]]) refuse("page ", to[i], " is written twice; name each target once");
-    written[to[i]] = true;
+    if (!written.add(to[i])) refuse("page ", to[i], " is written twice; name each target once");
   }
   for (int64_t i = 0; i < count; ++i)
-    if (written[from[i]] && from[i] != to[i])
+    if (written.has(from[i]) && from[i] != to[i])
       refuse("page ", from[i], " is read and written; no target may be a source");
   uint8_t* first = pages.data;
   for_all(count, grain(1 << 16, bytes), [&](int64_t i) {

@@ -141,6 +141,22 @@ def test_faults_are_named(isa):
         native.copy_pages(pool.data, torch.tensor([7]), torch.tensor([0]))
 
 
+@pytest.mark.parametrize("count", [1, 255, 256, 257, 3000])
+def test_pages_that_are_copied_are_told_apart_however_many_there_are(count):
+    data = torch.arange(7 * count).to(torch.uint8).view(-1, 1).repeat(1, 3)
+    before = data.clone()
+    some = torch.randperm(7 * count, generator=torch.Generator().manual_seed(count))
+    source, target = some[:count], some[count : 2 * count]
+    native.copy_pages(data, source, target)
+    assert torch.equal(data[target], before[source])
+    if count == 1:
+        return
+    with pytest.raises(RuntimeError, match=f"page {target[0]} is written twice"):
+        native.copy_pages(data, source, torch.cat((target[:-1], target[:1])))
+    with pytest.raises(RuntimeError, match=f"page {target[3]} is read and written"):
+        native.copy_pages(data, torch.cat((source[:-1], target[3:4])), target)
+
+
 def test_what_is_declined_goes_to_torch_with_a_reason():
     cpu = torch.device("cpu")
 
