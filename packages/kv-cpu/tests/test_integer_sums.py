@@ -1,12 +1,17 @@
-"""Sums of integer products at their bounds, and numbers that no integer stands for."""
+"""Sums of integer products at their bounds, numbers that no integer stands for, and what is not
+multiplied as integers."""
 
+import os
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from attention_cases import random_case
 from attention_judge import assert_same_output
+from kv_cpu.library import FORCE
+from native_sets import SETS
 
 WIDTHS = [("8", 256), ("8", 264), ("8", 512), *((bits, 1024) for bits in "4321")]
 
@@ -85,3 +90,20 @@ def test_groups_of_queries_and_widths_that_fill_registers_or_not(near, group, di
     D, Dv = dims
     shape = {"D": D, "Dv": Dv, "G": group, "L": 1, "stored": 300, "page": 16, "group": 256}
     assert_same_output(random_case(5, B=1, tiers=[tier], scale=D**-0.5, **shape), "cpu", near)
+
+
+@pytest.mark.parametrize("name", [x for x in SETS if not x.startswith("amx")])
+@pytest.mark.parametrize(
+    ("tier", "dim", "group"),
+    [
+        *((name, 64, 64) for name in ("float32", "float16", "bfloat16", "4n", "2n")),
+        *((bits, 64, 16) for bits in "842"),
+        ("8", 512, 512),
+    ],
+)
+def test_other_formats_are_multiplied_in_float32(name, tier, dim, group):
+    """Numbers, levels, groups of scales, and 8 bits of more dimensions than integer sums hold."""
+    shape = {"D": dim, "Dv": dim, "G": 3, "L": 1, "B": 1, "stored": 300, "page": 16}
+    c = random_case(5, tiers=[(tier, tier)], group=group, scale=dim**-0.5, **shape)
+    with patch.dict(os.environ, {FORCE: name}):
+        assert_same_output(c, "cpu", 2e-5)
