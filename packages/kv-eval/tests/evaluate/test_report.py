@@ -8,7 +8,7 @@ import pytest
 
 from kv_eval.evaluate import provenance
 from kv_eval.evaluate.journal import Finished, Journal
-from kv_eval.evaluate.machine import machine
+from kv_eval.evaluate.machine import EXTENSIONS, machine
 from kv_eval.evaluate.plan import Plan
 from kv_eval.evaluate.report import Report, rows
 from kv_runtime import Serving
@@ -138,3 +138,7 @@ def test_the_machine_is_described() -> None:
     assert {"system", "processor", "cores", "threads"} <= set(found)
     assert json.loads(json.dumps(found)) == found
     assert found["cores"] >= 1
+    described = Path("/proc/cpuinfo")
+    flags = described.read_text().split() if described.exists() else []
+    named = str(found.get("instructions", "")).split()
+    assert set(named) == set(flags) & set(EXTENSIONS)
