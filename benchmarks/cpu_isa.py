@@ -75,7 +75,7 @@ def main() -> None:
         rows += measured(f"decode_{spec}", tokens, decode(spec, tokens, isas), rounds)
     rows += measured("prompt", length, prompt(length, isas), rounds)
     summary = {
-        f"{row['kind']}_{row['isa']}_vs_{BASE}": float(str(row["vs_avx512"]))
+        f"{row['kind']}_{str(row['isa']).replace('-', '_')}_vs_{BASE}": float(str(row["vs_avx512"]))
         for row in rows
         if row["isa"] != BASE
     }

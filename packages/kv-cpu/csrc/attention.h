@@ -139,6 +139,7 @@ struct Kernels {
 extern const Kernels plain_kernels;
 #ifdef KV_X86
 extern const Kernels avx2_kernels;
+extern const Kernels avx_vnni_kernels;
 extern const Kernels avx512_kernels;
 extern const Kernels vnni_kernels;
 extern const Kernels amx_kernels;

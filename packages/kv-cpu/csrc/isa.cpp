@@ -46,11 +46,13 @@ struct Processor {
              all(extended, bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ);
     vnni = avx512 && all(more, bit_AVX512VNNI);
     bf16 = avx512 && all(narrow, 1u << 5);
+    avx_vnni = avx2 && all(narrow, 1u << 4);
     amx = vnni && (saved & kTiles) == kTiles && all(last, 1u << 22 | 1u << 24 | 1u << 25);
   }
   static bool all(unsigned found, unsigned bits) { return (found & bits) == bits; }
 
-  bool intel = false, avx2 = false, avx512 = false, vnni = false, bf16 = false, amx = false;
+  bool intel = false, avx2 = false, avx_vnni = false, avx512 = false, vnni = false, bf16 = false;
+  bool amx = false;
 };
 
 const Processor& processor() {
@@ -59,6 +61,7 @@ const Processor& processor() {
 }
 
 bool has_avx2() { return processor().avx2; }
+bool has_avx_vnni() { return processor().avx_vnni; }
 bool has_avx512() { return processor().avx512; }
 bool has_vnni() { return processor().vnni; }
 
@@ -89,6 +92,7 @@ const Choice choices[] = {
 #ifdef KV_X86
     {&amx_emulated_kernels, has_vnni},
     {&avx2_kernels, has_avx2},
+    {&avx_vnni_kernels, has_avx_vnni},
     {&avx512_kernels, has_avx512},
     {&vnni_kernels, has_vnni},
     {&amx_kernels, has_amx},
@@ -119,7 +123,7 @@ const Kernels& in_float32(const Kernels& chosen) {
 int level_of(const std::string& isa) {
   if (isa == "plain") return 0;
 #ifdef KV_X86
-  if (isa == "avx2") return 1;
+  if (isa == "avx2" || isa == "avx-vnni") return 1;
   if (isa == "avx512" || !processor().bf16) return 2;
   if (isa == "amx-emulated") return 4;
   if (has_amx()) return 5;

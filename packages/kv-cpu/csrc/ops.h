@@ -19,7 +19,7 @@ constexpr int64_t kMostPosition = INT64_MAX / 2;
 std::string names(bool all);
 
 // The prefill kernels of an available instruction set: 0 plain, 1 AVX2, 2 AVX-512, 3 with
-// AVX512-BF16, 4 with emulated tiles, 5 with AMX. VNNI uses the best of them.
+// AVX512-BF16, 4 with emulated tiles, 5 with AMX. AVX-VNNI uses those of AVX2, VNNI the best of them.
 int level_of(const std::string& isa);
 
 // A tensor of 32-bit or 64-bit integers.

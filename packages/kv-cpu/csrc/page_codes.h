@@ -38,6 +38,7 @@ struct CodeKernels {
 extern const CodeKernels plain_codes;
 #ifdef KV_X86
 extern const CodeKernels avx2_codes;
+extern const CodeKernels avx_vnni_codes;
 extern const CodeKernels avx512_codes;
 extern const CodeKernels vnni_codes;
 #elif defined(KV_ARM)

@@ -44,6 +44,7 @@ const CodeKernels* codes_of(const Kernels& kernels) {
   if (&kernels == &plain_kernels) return &plain_codes;
 #ifdef KV_X86
   if (&kernels == &avx2_kernels) return &avx2_codes;
+  if (&kernels == &avx_vnni_kernels) return &avx_vnni_codes;
   return &kernels == &avx512_kernels ? &avx512_codes : &vnni_codes;
 #elif defined(KV_ARM)
   return &kernels == &neon_kernels ? &neon_codes : &dotprod_codes;

@@ -1,7 +1,5 @@
 #include "pages.h"
 
-#include <cstring>
-
 #include "marked.h"
 
 namespace kv {
@@ -13,10 +11,11 @@ const Coder& coder_of(const Name& isa) {
 
 const Coder* coder(const char* isa) {
   if (!kernels(isa)) return nullptr;
-  if (std::strcmp(isa, "plain") == 0) return &plain_coder;
+  const int level = level_of(isa);
+  if (level == 0) return &plain_coder;
 #ifdef KV_X86
   // Extensions after AVX-512 have no use here.
-  return std::strcmp(isa, "avx2") == 0 ? &avx2_coder : &avx512_coder;
+  return level == 1 ? &avx2_coder : &avx512_coder;
 #else
   return &plain_coder;  // which has NEON already, if the processor has it
 #endif

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <memory>
+#include <optional>
 
 #include "boundary.h"
 #include "maps.h"
@@ -204,20 +205,27 @@ void read_renewal(Job& job, const std::vector<int64_t>& numbers,
 // would update, before anything is written.
 void check_tables(const Job& job) {
   Fault fault;
-  std::vector<PageSet> named(job.parts.size());  // by the first part of a pool
+  auto used_by = [&](const Part& part, int64_t row) {
+    const bool padding = job.position[row / job.heads] < 0;
+    return padding || !part.paged ? 0 : (part.count(row) + part.tokens - 1) / part.tokens;
+  };
+  int64_t most = 0;
+  for (const Part& part : job.parts)
+    for (int64_t row = 0; row < job.table_rows(); ++row) most += used_by(part, row);
+  std::vector<std::optional<PageSet>> named(job.parts.size());  // by the first part of a pool
   for (size_t i = 0; i < job.parts.size(); ++i) {
     const Part& part = job.parts[i];
     size_t pool = 0;
     while (job.parts[pool].data != part.data) ++pool;
-    for (int64_t row = 0; part.paged && row < job.table_rows(); ++row) {
-      if (job.position[row / job.heads] < 0) continue;  // its query is padding
-      const int64_t used = (part.count(row) + part.tokens - 1) / part.tokens;
+    if (job.renews && part.paged && !named[pool]) named[pool].emplace(part.pages, most);
+    for (int64_t row = 0; row < job.table_rows(); ++row) {
+      const int64_t used = used_by(part, row);
       const int64_t first = row * part.table_width + (part.reverse ? part.table_width - used : 0);
       for (int64_t column = first; column < first + used; ++column) {
         const int64_t page = part.table[column];
         if (page < 0 || page >= part.pages) {
           fault.raise(int(i), page);
-        } else if (job.renews && !named[pool].add(page)) {
+        } else if (job.renews && !named[pool]->add(page)) {
           refuse("page ", page, " is in two table rows; scores of a page are updated by one");
         }
       }

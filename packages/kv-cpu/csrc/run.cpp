@@ -101,6 +101,8 @@ class Runner {
     if (!watching) return;
     kept_ = Uninitialized<float>(plan_.kept * block_size());
     split_seen_.resize(plan_.split_pieces);
+    split_worker_.resize(plan_.split_pieces);
+    observed_ = std::vector<std::atomic_flag>(plan_.split_pieces);
   }
 
   void run(Parallel parallel) {
@@ -108,8 +110,8 @@ class Runner {
     if (plan_.splits.empty() || fault_.part >= 0) return;
     for (size_t i = 0; i < plan_.splits.size(); ++i) merge(i);
     if (job_.watches.empty()) return;
-    next_ = 0;
-    parallel(workers_, [](int64_t, void* me) { static_cast<Runner*>(me)->attention_mass(); }, this);
+    parallel(workers_,
+             [](int64_t i, void* me) { static_cast<Runner*>(me)->attention_mass(int(i)); }, this);
   }
 
  private:
@@ -153,6 +155,7 @@ class Runner {
       float* weights = whole || !watching ? scratch.weights.get() : kept(*piece);
       Seen& seen = whole || !watching ? scratch.seen : split_seen_[piece->split];
       seen.clear();
+      if (!whole && watching) split_worker_[piece->split] = worker;
       start(*piece, state);
       if (now->count) {
         const Queries queries = prepare(piece->table_row, scratch);
@@ -273,10 +276,13 @@ class Runner {
     finish(plan_.splits[table_row], all);
   }
 
-  void attention_mass() {
-    for (size_t i; (i = next_++) < plan_.pieces.size();)
-      if (plan_.pieces[i].split >= 0)
-        observe(plan_.pieces[i], kept(plan_.pieces[i]), split_seen_[plan_.pieces[i].split]);
+  // A worker begins with the pieces that it attended to, whose pages and weights are in its cache.
+  void attention_mass(int worker) {
+    for (const bool own : {true, false})
+      for (const Piece& piece : plan_.pieces)
+        if (piece.split >= 0 && (split_worker_[piece.split] == worker) == own &&
+            !observed_[piece.split].test_and_set())
+          observe(piece, kept(piece), split_seen_[piece.split]);
   }
 
   void observe(const Piece& piece, const float* weights, const Seen& seen) {
@@ -443,7 +449,9 @@ class Runner {
   std::vector<int64_t> prepared_;  // offset of each part's queries; -1: none
   std::vector<Scratch> scratch_;
   Uninitialized<float> split_, kept_;
-  std::vector<Seen> split_seen_;  // by split piece, as any worker observes one
+  std::vector<Seen> split_seen_;  // by split piece
+  std::vector<int> split_worker_;
+  std::vector<std::atomic_flag> observed_;  // by split piece, once some worker has begun
   std::atomic<size_t> next_{0};
 };
 

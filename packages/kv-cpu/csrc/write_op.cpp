@@ -154,7 +154,7 @@ void page_copy(Tensor data, Tensor source, Tensor target) {
   const Integers from = integers_of(sources), to = integers_of(targets);
   check_apart(pages, {"page data"}, sources, {"source"});
   check_apart(pages, {"page data"}, targets, {"target"});
-  PageSet written;
+  PageSet written(there, count);
   for (int64_t i = 0; i < count; ++i) {
     if (from[i] < 0 || from[i] >= there || to[i] < 0 || to[i] >= there)
       refuse("page ", from[i], " is to be copied to page ", to[i], "; there are ", there);

@@ -12,7 +12,7 @@ from kv_cpu.library import FORCE
 from native_sets import PAGE_SETS, SETS
 
 # These round weights and queries to integers; others compute in float32.
-ROUNDED = {"avx2", "avx512", "vnni", "dotprod", "amx", "amx-emulated"}
+ROUNDED = {"avx2", "avx-vnni", "avx512", "vnni", "dotprod", "amx", "amx-emulated"}
 
 
 def pytest_report_header() -> str:

@@ -141,11 +141,12 @@ def test_faults_are_named(isa):
         native.copy_pages(pool.data, torch.tensor([7]), torch.tensor([0]))
 
 
+@pytest.mark.parametrize("times", [7, 600])  # pages of the pool for each that is copied
 @pytest.mark.parametrize("count", [1, 255, 256, 257, 3000])
-def test_pages_that_are_copied_are_told_apart_however_many_there_are(count):
-    data = torch.arange(7 * count).to(torch.uint8).view(-1, 1).repeat(1, 3)
+def test_pages_that_are_copied_are_told_apart_however_many_there_are(count, times):
+    data = torch.arange(times * count).to(torch.uint8).view(-1, 1).repeat(1, 3)
     before = data.clone()
-    some = torch.randperm(7 * count, generator=torch.Generator().manual_seed(count))
+    some = torch.randperm(times * count, generator=torch.Generator().manual_seed(count))
     source, target = some[:count], some[count : 2 * count]
     native.copy_pages(data, source, target)
     assert torch.equal(data[target], before[source])

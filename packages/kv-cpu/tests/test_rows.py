@@ -339,11 +339,15 @@ def test_scores_go_on_as_the_selector_says(
     assert torch.equal(mine[1], score[1])
 
 
-def test_a_page_whose_scores_two_rows_would_update_is_refused(case: Callable[..., Case]) -> None:
+@pytest.mark.parametrize("others", [0, 5000])  # further pages of the pool
+def test_a_page_whose_scores_two_rows_would_update_is_refused(
+    case: Callable[..., Case], others: int
+) -> None:
     """Nothing has changed."""
     made = case(2, B=2, L=1, H=1, D=6, Dv=6, tiers=[])
     pages = scored(2, 4)
-    pages = replace(pages, table=torch.zeros_like(pages.table))
+    more = torch.cat((pages.data, pages.data.new_zeros(others, pages.data.shape[1])))
+    pages = replace(pages, data=more, table=torch.zeros_like(pages.table))
     step = inputs(made, observations=(Observe(1),), running=RunningMean())
     with pytest.raises(RuntimeError, match="page 0 is in two table rows"):
         decode_rows(replace(step, pages=(pages,)))

@@ -136,6 +136,13 @@ class Summed(Nearest):
         return RunningSum()
 
 
+class Favours(Summed):
+    """Declares running sums, and gives new tokens other scores."""
+
+    def score(self, view: LayerView) -> Tensor:
+        return (view.score + view.mass + view.fresh.float()).masked_fill(view.position < 0, 0)
+
+
 class Adjusts(Good):
     """Scores a token once, and adjusts that by attention."""
 
@@ -275,8 +282,9 @@ def test_a_sum_is_divided_by_1_or_more(over: int) -> None:
         (Padded, "scores of a sequence depend on the other sequences, or on its padding"),
         (Averaged, "so observe must have generated=True"),
         (Nearest, "so observe must have skip=1"),
-        (Watched, "differs from running"),
-        (Summed, "differs from running"),
+        (Watched, "score of a stored token, for which a generated query was observed, differs"),
+        (Summed, "score of a stored token, for which a generated query was observed, differs"),
+        (Favours, "score of a new token, for which a generated query was observed, differs"),
         (AdjustsToNan, "adjust returns NaN for a token"),
         (AdjustsFlat, "adjust returns torch.float32 of shape"),
         (AdjustsByKeys, "adjust failed on a view without vectors"),

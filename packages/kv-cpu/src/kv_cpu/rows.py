@@ -42,6 +42,7 @@ class _Numbers(NamedTuple):
     running: list[int]
     groups: list[int]
     tier: tuple[int, ...]
+    isa: str
 
 
 def decode_rows(inputs: RowInputs) -> Attended | None:
@@ -91,7 +92,7 @@ def decode_rows(inputs: RowInputs) -> Attended | None:
         inputs.copies or (),
         () if maps is None else maps.tensors,
         () if maps is None else maps.kinds,
-        chosen(),
+        numbers.isa,
     )
     out = _rows_of(inputs)
     if not numbers.watching and len(inputs.observations) == 1:
@@ -154,7 +155,7 @@ def _numbers_of(inputs: RowInputs) -> _Numbers | None:
             return None
         tier = layout.tier
     watch, above = watches(inputs.observations)
-    return _Numbers(watching, parts, watch, above, running, groups, tier)
+    return _Numbers(watching, parts, watch, above, running, groups, tier, chosen())
 
 
 def _apart(inputs: RowInputs) -> bool:

@@ -12,12 +12,15 @@ TESTED: Final = os.environ.get("KV_CPU_TESTED", "")
 SETS: Final = [x for x in runnable() if not TESTED or x in TESTED.split(",")] or ["plain"]
 # Those whose prompts may multiply bfloat16 values in bfloat16.
 NARROW: Final = ("vnni", "amx", "amx-emulated")
-# VNNI adds nothing to AVX-512 for encoding; kernels for Arm add nothing to the plain ones.
-PAGE_SETS: Final = [x for x in SETS if x not in ("vnni", "neon", "dotprod")] or ["plain"]
-# With AMX, prompts under VNNI use it; those under `dotprod` are those of NEON.
-PROMPT_SETS: Final = [
-    x for x in SETS if x != "dotprod" and (x != "vnni" or "amx" not in runnable())
-] or ["plain"]
+# Products of integers add nothing to AVX2 and AVX-512 for encoding; kernels for Arm add nothing to
+# the plain ones.
+PAGE_SETS: Final = [x for x in SETS if x not in ("avx-vnni", "vnni", "neon", "dotprod")] or [
+    "plain"
+]
+# With AMX, prompts under VNNI use it; those under `dotprod` are those of NEON, and those under
+# AVX-VNNI of AVX2.
+OTHERS: Final = {"dotprod", "avx-vnni"} | ({"vnni"} if "amx" in runnable() else set())
+PROMPT_SETS: Final = [x for x in SETS if x not in OTHERS] or ["plain"]
 
 
 def kept_error(dtype: torch.dtype, power: int) -> float:

@@ -214,7 +214,8 @@ class Accumulating(Protocol):
     def running(self) -> Running | None:
         """The mean or sum that `score` computes during generation; None: something else.
 
-        Hosts may update it where the scores are stored and call `score` for other tokens only.
+        Hosts may update it where the scores are stored, and compute it for new tokens, whose score
+        so far is 0, in place of calling `score`.
         """
         ...
 

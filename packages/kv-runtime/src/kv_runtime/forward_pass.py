@@ -42,7 +42,8 @@ class Pass:
 
     def over(self, layers: int) -> "Pass":
         """Repeat the sequences for `layers` layers, as rows grouped by layer."""
-        position, total = self.position.repeat(layers, 1), self.total.repeat(layers)
+        position = self.position.expand(layers, *self.position.shape).flatten(0, 1)
+        total = self.total.expand(layers, -1).flatten()
         return replace(self, position=position, total=total)
 
 

@@ -9,7 +9,7 @@ from kv_policy.testing.views import DrawnTokens
 
 
 def check_running(selector: CompleteSelector, tokens: DrawnTokens) -> None:
-    """Check that scores of stored tokens equal the declared running mean or sum.
+    """Check that scores equal the declared running mean or sum, those of new tokens as well.
 
     Args:
         selector: the selector; nothing is checked if its `running` is None.
@@ -32,10 +32,11 @@ def check_running(selector: CompleteSelector, tokens: DrawnTokens) -> None:
         assert view.seen is not None
         before = view.length[:, None, None] - 1
         want = running.update(view.score, view.position, before, view.mass, view.seen)
-        stored = (view.position >= 0) & ~view.fresh
-        found = selector.score(view)[stored]
-        law(
-            bool(torch.isclose(found, want[stored], rtol=1e-4, atol=1e-6).all()),
-            "score of a stored token, for which a generated query was observed, differs from "
-            "running",
-        )
+        found = selector.score(view)
+        for label, some in (("stored", ~view.fresh), ("new", view.fresh)):
+            some = some & (view.position >= 0)
+            law(
+                bool(torch.isclose(found[some], want[some], rtol=1e-4, atol=1e-6).all()),
+                f"score of a {label} token, for which a generated query was observed, differs from "
+                "running",
+            )

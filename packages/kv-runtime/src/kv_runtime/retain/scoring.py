@@ -95,16 +95,30 @@ def score_new(
     key: Float[Tensor, "N B H 1 D"],
     value: Float[Tensor, "N B H 1 Dv"],
     results: Sequence[Attended],
-) -> Scored:
+) -> Float[Tensor, "N B H 1"]:
     """Score the new tokens of a decode pass whose stored tokens need none, or have theirs already.
 
-    Rows are sequences, grouped by layer; results are those of all layers.
+    Args:
+        selector: scores them, unless its `running` says how.
+        batch: the stored tokens.
+        now: the pass.
+        key: keys of all layers.
+        value: their values.
+        results: those of all layers; if stored tokens are rescored, it is by `running`.
     """
+    if results[0].rescored and selector.running is not None:
+        mass = torch.stack([r.mass[-1] for r in results])
+        seen = torch.stack([r.seen[-1] for r in results])
+        position = now.position[:, None].expand(mass.shape)
+        before = now.before[:, None, None]
+        return selector.running.update(torch.zeros_like(mass), position, before, mass, seen)
     over = now.over(len(results))
     rows = key.flatten(0, 1), value.flatten(0, 1)
-    seen = _observed_last(results) if selector.observe.generated else ()
-    fresh = fresh_group(batch, over, *rows, selector.reads, *seen)
-    return score_layers(selector, slice(0, len(results)), batch.shape, [fresh], over)
+    observed = _observed_last(results) if selector.observe.generated else ()
+    fresh = fresh_group(batch, over, *rows, selector.reads, *observed)
+    scored = score_layers(selector, slice(0, len(results)), batch.shape, [fresh], over)
+    score: Tensor = scored.score.unflatten(0, (len(results), -1))
+    return score
 
 
 def update_scores(
@@ -134,7 +148,7 @@ def _observed_last(results: Sequence[Attended]) -> tuple[Tensor, Tensor, dict[st
     """Return the observations of the new tokens, over all layers."""
     names = results[0].also[-1] if results[0].also else ()
     also = {name: _rows([r.also[-1][name] for r in results]) for name in names}
-    return *_observed(results, -1), also
+    return _rows([r.mass[-1] for r in results]), _rows([r.seen[-1] for r in results]), also
 
 
 def _padded(each: list[Tensor]) -> Tensor:

@@ -111,8 +111,7 @@ class KeepSelected:
         """Take the decoded tokens of all layers, as `take` of each."""
         self._taken = key, value
         if self._scores_steps:
-            scored = score_new(self.selector, batch, now, key, value, results)
-            self._fresh.append(scored.score.unflatten(0, (len(results), -1)))
+            self._fresh.append(score_new(self.selector, batch, now, key, value, results))
 
     @property
     def _scores_steps(self) -> bool:

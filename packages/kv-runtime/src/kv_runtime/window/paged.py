@@ -225,15 +225,14 @@ class PagedWindow(RingBuffer):
     ) -> Left:
         """Write one new token per sequence and return the replaced one, as `Window.exchange`."""
         real, slot = position >= 0, position.clamp(min=0) % self.size
-        rows = self._store.table_rows(layers)
-        out = read_slots(self._store, rows, self._by_table_row(layers, slot), BOTH)
+        rows, slots = self._store.table_rows(layers), self._by_table_row(layers, slot)
+        out = read_slots(self._store, rows, slots, BOTH)
         assert out.key is not None  # both were requested
         assert out.value is not None
         left = self.position.gather(1, slot).masked_fill(~real, -1)
-        fresh = [None if x is None else x.flatten(0, 2) for x in (key, value, score)]
-        assert fresh[0] is not None
-        assert fresh[1] is not None
-        self._write(layers, slot, real, fresh[0], fresh[1], fresh[2])
+        fresh, some = (key.flatten(0, 2), value.flatten(0, 2)), self._by_table_row(layers, real)
+        after = score.flatten(0, 2) if self.has_scores and score is not None else None
+        write_slots(self._store, rows, slots, some, *fresh, after)
         out_score = None if score is None or out.score is None else out.score.view(score.shape)
         return (
             out.key.view(key.shape).to(self._shape.dtype),
