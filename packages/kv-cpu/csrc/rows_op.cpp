@@ -13,8 +13,8 @@
 namespace kv {
 namespace {
 
-constexpr int64_t kWorth = 512;   // vectors to encode that justify another thread
-constexpr int64_t kTogether = 64;  // tokens of a head that a thread encodes in turn
+constexpr int64_t kWorth = 64;     // vectors to encode that justify another thread
+constexpr int64_t kTogether = 16;  // tokens of a head that a thread encodes in turn
 
 // Rows first .. first + count - 1 of tensors by token and head.
 struct TokenRows {
@@ -90,7 +90,7 @@ Places places_of(const Tensor& pages, const Tensor& named, const Tensor& slots,
 void store_tokens(const Places& places, const Coder& coder, const View& key, const View& value) {
   const int64_t heads = key.size(1), tokens = places.count / heads;
   const int64_t pieces = (tokens + kTogether - 1) / kTogether;
-  for_all(pieces * heads, kWorth / kTogether, [&](int64_t i) {
+  for_all(pieces * heads, kWorth / (2 * kTogether), [&](int64_t i) {
     const int64_t head = i % heads;
     int64_t token = i / heads * kTogether;
     const int64_t last = std::min(token + kTogether, tokens);
@@ -273,11 +273,12 @@ void write_output(const Job& job, const Map& map, const View& result, int64_t fi
     return multiply({back}, in_float32(*job.kernels), coder);
   }
   const Format format = plain(result.type, width);
-  for (int64_t i = 0; i < job.sequences * heads; ++i) {
-    const uint8_t* row = from + 4 * i * width;
-    coder.encode(format, Number::kFloat32, &row, 1,
-                 const_cast<uint8_t*>(to.at(i / heads, i % heads)), nullptr);
-  }
+  for_all(job.sequences, grain(kWorth, heads), [&](int64_t b) {
+    for (int64_t h = 0; h < heads; ++h) {
+      const uint8_t* row = from + 4 * (b * heads + h) * width;
+      coder.encode(format, Number::kFloat32, &row, 1, const_cast<uint8_t*>(to.at(b, h)), nullptr);
+    }
+  });
 }
 
 // The attention of rows first .. first + B - 1 of q [m, Q, D], whose positions are [B, 1], over parts
