@@ -59,7 +59,8 @@ void check_pages(const Tier& source, const Tier& tier, const std::vector<Share>&
   int64_t most = 0;
   for (const Share& share : shares)
     over_runs(tier, marks, share, [&](int64_t, const int64_t*, int) { ++most; });
-  PageSet written(tier.pages_view.size(0), most);
+  // The source may have further pages of the same memory.
+  PageSet written(std::max(source.pages_view.size(0), tier.pages_view.size(0)), most);
   for (const Share& share : shares)
     over_runs(tier, marks, share, [&](int64_t slot, const int64_t*, int) {
       written.add(tier.table[tier.entry(table_rows[share.i], slot / tier.tokens)]);

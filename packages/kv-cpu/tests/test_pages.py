@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kv_cpu import pages as native
 from kv_paging import Recoding, Tiers, torch_kernels
-from kv_policy import PageLayout, RawCodec, RunningMean, RunningSum, TokenFormat
+from kv_policy import PagedTokens, PageLayout, RawCodec, RunningMean, RunningSum, TokenFormat
 from kv_quant import CodebookCodec, IntegerCodec
 from kv_quant.codebook import LEVELS
 from page_cases import DIMS, FORMATS, codecs, one_store
@@ -176,6 +176,22 @@ def test_a_page_is_not_read_and_written(isa):
     with pytest.raises(RuntimeError, match=r"^page \d is read and written; tokens are encoded in"):
         native.recode(store.whole(), tokens)
     assert torch.equal(before, store.pool.data)
+
+
+def test_a_source_may_have_more_pages_than_are_written_to(isa):
+    form = TokenFormat(RawCodec(4, torch.float32), RawCodec(4, torch.float32))
+    layout = PageLayout.sized(form, 4)
+    data = torch.zeros(300, layout.nbytes, dtype=torch.uint8)
+    data[298] = torch.randn(layout.nbytes // 4).view(torch.uint8)
+    here, there = (torch.tensor([[[page]]], dtype=torch.int32) for page in (1, 298))
+    length = torch.full((1, 1), 4, dtype=torch.int32)
+    pages, source = (
+        PagedTokens(data[:4], here, length, layout),
+        PagedTokens(data, there, length, layout),
+    )
+    first = torch.zeros(1, dtype=torch.long)
+    native.recode(pages, Recoding(source, first, first, first, torch.ones(1, 4, dtype=torch.bool)))
+    assert torch.equal(data[1], data[298])
 
 
 @pytest.mark.parametrize("bits", [8, 4, 3, 2, 1])

@@ -19,8 +19,8 @@ PAGE_SETS: Final = [x for x in SETS if x not in ("avx-vnni", "vnni", "neon", "do
 ]
 # With AMX, prompts under VNNI use it; those under `dotprod` are those of NEON, and those under
 # AVX-VNNI of AVX2.
-OTHERS: Final = {"dotprod", "avx-vnni"} | ({"vnni"} if "amx" in runnable() else set())
-PROMPT_SETS: Final = [x for x in SETS if x not in OTHERS] or ["plain"]
+SHARED_PROMPTS: Final = {"dotprod", "avx-vnni"} | ({"vnni"} if "amx" in runnable() else set())
+PROMPT_SETS: Final = [x for x in SETS if x not in SHARED_PROMPTS] or ["plain"]
 
 
 def kept_error(dtype: torch.dtype, power: int) -> float:
