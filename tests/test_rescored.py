@@ -43,7 +43,7 @@ def generated(policy: str, *, native: bool, sequences: int = 3) -> tuple[list[Te
         absent = step % 5 == 2  # then the last sequence has no new token
         rows = [*range(sequences - 1), -1 if absent else sequences - 1]
         part = TokenRows.one_each(cache, rows, torch.device("cpu"))
-        part.begin(prompt=False, more=False)
+        part.begin(prompt=False)
         for layer in range(SHAPE.layers):
             query = torch.randn(sequences, heads * SHAPE.group, dim, generator=g).bfloat16()
             key, value = torch.randn(2, sequences, heads, dim, generator=g).bfloat16()

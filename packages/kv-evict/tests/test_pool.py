@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_evict.snapkv import pool
+from kv_evict.pooling import _greatest, pool
 
 
 @st.composite
@@ -15,9 +15,13 @@ def heads(draw: st.DrawFn):
     return positions, scores, draw(st.lists(st.booleans(), **many))
 
 
-@given(st.lists(heads(), min_size=1, max_size=3), st.sampled_from([1, 3, 7, 61]), st.booleans())
-@settings(max_examples=150, deadline=None, derandomize=True)
-def test_pooling_is_that_of_plain_loops(rows, size, highest):
+@given(
+    st.lists(heads(), min_size=1, max_size=3),
+    st.sampled_from([1, 3, 7, 61]),
+    st.sampled_from(["avg", "max", "max on a device"]),
+)
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_pooling_is_that_of_plain_loops(rows, size, how):
     places = max(len(positions) for positions, _, _ in rows) + 1
     position = torch.full((1, len(rows), places), -1)
     score = torch.full((1, len(rows), places), torch.nan, dtype=torch.float64)
@@ -26,7 +30,11 @@ def test_pooling_is_that_of_plain_loops(rows, size, highest):
         position[0, h, : len(positions)] = torch.tensor(positions)
         score[0, h, : len(positions)] = torch.tensor(scores, dtype=torch.float64)
         counts[0, h, : len(positions)] = torch.tensor(counted)
-    found = pool(score, position, counts, size, "max" if highest else "avg")
+    highest = how != "avg"
+    if how == "max on a device":
+        found = _greatest(score.masked_fill(~counts, 0), position, counts, size // 2)
+    else:
+        found = pool(score, position, counts, size, how)
     for h, row in enumerate(rows):
         for i, (p, _, counted) in enumerate(zip(*row, strict=True)):
             expected = 0.0

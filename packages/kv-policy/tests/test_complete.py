@@ -180,6 +180,40 @@ def test_attention_adjusts_only_what_is_scored_once() -> None:
         complete(Later())
 
 
+class Last(Bare):
+    observe = Observe(last=4)
+    scores_last = True
+
+
+def test_only_what_goes_by_the_last_queries_is_scored_at_the_end_of_a_prompt() -> None:
+    assert complete(Last()).scores_last
+    assert not complete(Bare()).scores_last
+
+    class Every(Last):
+        observe = Observe(last=None)
+
+    class Blind(Last):
+        observe = Observe()
+
+    class Once(Last):
+        scores_once = True
+
+        def adjust(self, view: LayerView) -> Tensor:
+            return view.score
+
+    class Chunked(Last):
+        plans_chunks = True
+
+    for broken, why in (
+        (Every, "observes all queries of a prompt"),
+        (Blind, "observes no query of a prompt"),
+        (Once, "scores_once=True"),
+        (Chunked, "plans_chunks=True"),
+    ):
+        with pytest.raises(TypeError, match=f"{broken.__name__} has scores_last=True and {why}"):
+            complete(broken())
+
+
 class Again(Bare):
     reads = frozenset({"keys"})
 

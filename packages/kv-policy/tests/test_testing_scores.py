@@ -143,6 +143,35 @@ class Favours(Summed):
         return (view.score + view.mass + view.fresh.float()).masked_fill(view.position < 0, 0)
 
 
+class Recent(Good):
+    """Scores a prompt by its last queries."""
+
+    decode = "grow"
+    observe = Observe(last=4)
+    scores_last = True
+
+    def score(self, view: LayerView) -> Tensor:
+        mean = view.mass / view.seen.clamp(min=1)
+        share = (view.seen.amax(-1, keepdim=True) / 4).clamp(max=1)
+        past = view.score.masked_fill(view.score.isinf(), 0)
+        return self.protect(past.lerp(mean, share.masked_fill(past == 0, 1)), view)
+
+
+class Remembers(Recent):
+    """Adds what the last queries give to what earlier ones gave."""
+
+    def score(self, view: LayerView) -> Tensor:
+        past = view.score.masked_fill(view.score.isinf(), 0)
+        return self.protect(past + view.mass, view)
+
+
+class RemembersProtection(Recent):
+    """Keeps on protecting what it has protected."""
+
+    def score(self, view: LayerView) -> Tensor:
+        return super().score(view).where(view.score.isfinite(), torch.inf)
+
+
 class Adjusts(Good):
     """Scores a token once, and adjusts that by attention."""
 
@@ -285,6 +314,8 @@ def test_a_sum_is_divided_by_1_or_more(over: int) -> None:
         (Watched, "score of a stored token, for which a generated query was observed, differs"),
         (Summed, "score of a stored token, for which a generated query was observed, differs"),
         (Favours, "score of a new token, for which a generated query was observed, differs"),
+        (Remembers, "score of a pass with the last 4 queries of a prompt depends on stored scores"),
+        (RemembersProtection, "prompt depends on stored scores, though scores_last is True"),
         (AdjustsToNan, "adjust returns NaN for a token"),
         (AdjustsFlat, "adjust returns torch.float32 of shape"),
         (AdjustsByKeys, "adjust failed on a view without vectors"),
@@ -313,6 +344,10 @@ def test_a_score_may_go_by_the_layer_of_a_row() -> None:
 
 def test_a_plan_may_go_by_scores_of_its_own() -> None:
     check_policy(Rescores())
+
+
+def test_a_score_may_go_by_the_last_queries_of_a_prompt() -> None:
+    check_policy(Recent())
 
 
 def test_a_score_of_a_token_alone_may_be_adjusted() -> None:

@@ -59,7 +59,7 @@ def test_a_shared_pool_makes_no_difference(text: str, seed: int) -> None:
         pieces = [draw.randint(1, 30) for _ in range(draw.randint(1, 3))]
         for piece, count in enumerate(pieces):
             tokens = sequence.tokens(count)
-            how = {"prompt": True, "more": piece + 1 < len(pieces)}
+            how = {"prompt": True, "remaining": len(pieces) - piece - 1}
             wanted = sequence.run(tokens, **how)
             cache.begin(torch.ones(1, count, dtype=torch.bool), **how)
             for layer, fresh in enumerate(tokens):

@@ -35,7 +35,7 @@ def feed(
     cache: PolicyCache, tokens: int, *, prompt: bool, more: bool = False, sequences: int = 1
 ) -> None:
     generator = torch.Generator().manual_seed(tokens)
-    cache.begin(torch.ones(sequences, tokens, dtype=torch.bool), prompt=prompt, more=more)
+    cache.begin(torch.ones(sequences, tokens, dtype=torch.bool), prompt=prompt, remaining=int(more))
     for layer in range(SHAPE.layers):
         lead = (sequences, SHAPE.kv_heads)
         query = torch.randn(*lead, 1, tokens, 32, generator=generator).bfloat16()

@@ -82,8 +82,8 @@ class Request:
             if self.boundary is not None and begin < self.boundary:
                 stop = self.boundary
             prompt = begin < self.prompt
-            more = prompt and begin + count < stop
-            self.cache.begin(torch.ones(1, count, dtype=torch.bool), prompt=prompt, more=more)
+            left = max(0, stop - begin - count) if prompt else 0
+            self.cache.begin(torch.ones(1, count, dtype=torch.bool), prompt=prompt, remaining=left)
             for layer in range(SHAPE.layers):
                 q, k, v = (x[layer, begin : begin + count][None] for x in self.tokens)
                 grouped = q.unflatten(2, (SHAPE.kv_heads, -1)).permute(0, 2, 3, 1, 4)

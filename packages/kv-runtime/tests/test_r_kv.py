@@ -100,7 +100,7 @@ class Model:
         # Few directions, so that many keys are similar.
         key = self.drawn(width, 6).round() + self.drawn(width, 6) / 9
         query, value = self.drawn(2, width, 6) * 2, self.drawn(width, 5)
-        self.cache.begin(valid, more=more)
+        self.cache.begin(valid, remaining=int(more))
         for layer in range(SHAPE.layers):
             self.cache.attend(layer, query[layer], key[layer], value[layer], SCALE)
         self.steps = 0 if prompt else self.steps + 1

@@ -152,8 +152,8 @@ def test_heads_of_different_ranks_are_refused() -> None:
 
 def test_a_prompt_in_several_passes_is_refused() -> None:
     cache = made()
-    with pytest.raises(ValueError, match="do not split it into passes with more=True"):
-        cache.begin(torch.ones(1, 4, dtype=torch.bool), prompt=True, more=True)
+    with pytest.raises(ValueError, match="do not split it into passes with remaining=1"):
+        cache.begin(torch.ones(1, 4, dtype=torch.bool), prompt=True, remaining=1)
     read(cache, 4)
 
 

@@ -241,7 +241,7 @@ def test_a_cache_says_why_it_has_no_state_or_takes_none() -> None:
     with pytest.raises(RuntimeError, match="stopped at layer 0 of 3"):
         cache.state()
     waits = PolicyCache(parse("k8v4"), SHAPE)
-    waits.begin(one(), more=True)
+    waits.begin(one(), remaining=1)
     for layer in range(SHAPE.layers):
         key, value = torch.zeros(2, 2, 1, 6), torch.zeros(2, 2, 1, 5)
         waits.attend(layer, torch.zeros(2, 2, 2, 1, 6), key, value, 0.4)

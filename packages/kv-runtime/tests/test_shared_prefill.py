@@ -27,7 +27,7 @@ class PageReservation:
         self.first = PolicyCache(policy, SHAPE, page_tokens=PAGE, pool=self.pool, backend="torch")
         self.draw = torch.Generator().manual_seed(7)
 
-    def read(self, cache: PolicyCache, tokens: int, **how: bool) -> PolicyCache:
+    def read(self, cache: PolicyCache, tokens: int, **how: int) -> PolicyCache:
         """Let every sequence of a cache bring so many tokens."""
         rows = cache.sequences or 1
         cache.begin(torch.ones(rows, tokens, dtype=torch.bool), **how)
@@ -127,7 +127,7 @@ def test_a_joined_sequence_brings_its_pages_and_its_budget() -> None:
 
 def test_what_cannot_be_joined_is_refused_and_stays_as_it_was() -> None:
     room = PageReservation()
-    mine, begun = room.prompt(40), room.read(room.first.another(), 12, prompt=True, more=True)
+    mine, begun = room.prompt(40), room.read(room.first.another(), 12, prompt=True, remaining=1)
     elsewhere = PageReservation().prompt(40)
     longer = PolicyCache(parse(SHORT), SHAPE, page_tokens=8, backend="torch")
     room.read(longer, 40)

@@ -121,7 +121,7 @@ def test_rows_of_an_engine_carry_sinks_by_query_head() -> None:
     g = torch.Generator().manual_seed(4)
     heads = SHAPE.kv_heads * SHAPE.group
     part = TokenRows.of(cache, torch.arange(9)[None], torch.device("cpu"))
-    part.begin(prompt=True, more=False)
+    part.begin(prompt=True)
     bare.begin(torch.ones(1, 9, dtype=torch.bool))
     for layer, sinks in enumerate(drawn_sinks()):
         query = torch.randn(9, heads, SHAPE.key_dim, generator=g)

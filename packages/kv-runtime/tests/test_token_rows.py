@@ -55,7 +55,7 @@ def answers(
     found = []
     for tokens, prompt, more in steps:
         part = TokenRows.of(cache, torch.arange(tokens)[None], torch.device("cpu"))
-        part.begin(prompt=prompt, more=more)
+        part.begin(prompt=prompt, remaining=int(more))
         for layer in range(SHAPE.layers):
             whole, three = brought(tokens, g)
             output = torch.empty(tokens, QUERIES, SHAPE.value_dim)
@@ -248,7 +248,7 @@ def test_rows_are_those_of_the_tokens_wherever_they_lie(data, ordered, extra, co
 
     ours, wanted = cache_of(sequences), cache_of(sequences)
     part = TokenRows.of(ours, row, torch.device("cpu"))
-    part.begin(prompt=columns > 1, more=False)
+    part.begin(prompt=columns > 1)
     wanted.begin(row >= 0, prompt=columns > 1)
     for layer in range(SHAPE.layers):
         part.attend(layer, query, key, value, 1.0, output)

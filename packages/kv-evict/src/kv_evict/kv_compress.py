@@ -140,6 +140,11 @@ class KVCompress(Evictor):
         )
 
     @property
+    def scores_last(self) -> bool:
+        """A whole window replaces the stored metric; sums over all queries add to it."""
+        return self.window != "full"
+
+    @property
     def scope(self) -> Literal["layer", "model"]:
         """All layers share one budget, unless `layers=even`."""
         return "model" if self.layers == "free" else "layer"

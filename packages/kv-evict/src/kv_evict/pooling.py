@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import max_pool1d, pad
 
 
 def pool(
@@ -31,7 +31,9 @@ def pool(
     """
     given = score.masked_fill(~counts, 0)
     if how == "max":
-        return _greatest(given, position, counts, size // 2)
+        # The number of positions would be read from a device.
+        greatest = _greatest_by_position if given.device.type == "cpu" else _greatest
+        return greatest(given, position, counts, size // 2)
     return _mean(given, position, counts, size // 2)
 
 
@@ -49,6 +51,20 @@ def expect_odd(name: str, size: int) -> None:
         raise ValueError(
             f"{name}: pool={size} has no middle; use an odd number, such as {size + 1}"
         )
+
+
+def _greatest_by_position(
+    given: Float[Tensor, "B H L"],
+    position: Int[Tensor, "B H L"],
+    counts: Bool[Tensor, "B H L"],
+    radius: int,
+) -> Float[Tensor, "B H L"]:
+    """Return the maximum of each pool, where tokens lie by their positions."""
+    place = position.masked_fill(~counts, -1) + 1  # the first place is of tokens not counted
+    places = int(place.max()) + 1 if place.numel() else 1
+    known = given.new_full((*given.shape[:-1], places), -torch.inf).scatter_(-1, place, given)
+    found = max_pool1d(known[..., 1:], 2 * radius + 1, 1, radius) if places > 1 else known
+    return found.gather(-1, place.sub_(1).clamp_(min=0)).masked_fill_(~counts, 0)
 
 
 def _greatest(

@@ -28,6 +28,7 @@ class SimLayerKV(Selecting):
     name: ClassVar[str] = "simlayerkv"
     source: ClassVar[str] = "SimLayerKV, Zhang et al., 2024, https://arxiv.org/abs/2410.13846"
     decode = "step"  # each generated token evicts the oldest of a lazy layer
+    scores_last = True  # the last query says which layers are lazy
 
     threshold: Annotated[
         float, Meta(ge=0, le=1, description="share of attention to both ends of a lazy layer")

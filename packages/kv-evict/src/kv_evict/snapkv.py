@@ -34,6 +34,8 @@ class SnapKV(Evictor):
     name: ClassVar[str] = "snapkv"
     source: ClassVar[str] = "SnapKV, Li et al., 2024, https://arxiv.org/abs/2404.14469"
 
+    scores_last = True  # a whole window replaces the stored scores
+
     window: Annotated[
         int, Meta(ge=1, description="last tokens of the prompt: always kept, their queries score")
     ] = 32

@@ -26,6 +26,7 @@ class TOVA(Evictor):
     source: ClassVar[str] = "TOVA, Oren et al., 2024, https://arxiv.org/abs/2401.06104"
     decode = "step"  # each generated token evicts another once the budget is full
     observe = Observe(last=1, generated=True)  # the newest query
+    scores_last = True
 
     @property
     def capabilities(self) -> Capabilities:

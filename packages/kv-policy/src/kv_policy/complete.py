@@ -34,6 +34,7 @@ from kv_policy.optional import (
     Rescoring,
     Rotating,
     Scoped,
+    ScoringLast,
     ScoringOnce,
     Stepping,
     Summarizing,
@@ -67,7 +68,8 @@ class CompleteSelector:
             TypeError: `decode` is "step" and the selector has no `step`; or it scores tokens once,
                 and by more than the token; or it adjusts scores that it does not give once; or it
                 plans chunks of prompts by scores that change; or it merges tokens, and drops some
-                at steps or with chunks of prompts.
+                at steps or with chunks of prompts; or it scores by the last queries, without a
+                number of these, once, or with chunks of prompts.
             ValueError: it plans chunks of prompts, and its budget is a share of the prompt.
         """
         self.selector = selector
@@ -81,6 +83,7 @@ class CompleteSelector:
         asks = "queries" in self.reads
         self.needs_rope = selector.needs_rope if isinstance(selector, Rotating) else asks
         self.scores_once = selector.scores_once if isinstance(selector, ScoringOnce) else False
+        self.scores_last = selector.scores_last if isinstance(selector, ScoringLast) else False
         chunks = selector.plans_chunks if isinstance(selector, PlanningChunks) else False
         self.plans_chunks: bool = chunks
         self.scope = selector.scope if isinstance(selector, Scoped) else "layer"
@@ -119,6 +122,22 @@ class CompleteSelector:
             self._expect_tokens_alone()
         if self.plans_chunks:
             self._expect_chunks_add_up()
+        if self.scores_last:
+            self._expect_last_queries()
+
+    def _expect_last_queries(self) -> None:
+        for what, found in (
+            ("observes all queries of a prompt", self.observe.last is None),
+            ("observes no query of a prompt", self.observe.last == 0),
+            ("scores_once=True", self.scores_once),
+            ("plans_chunks=True", self.plans_chunks),
+        ):
+            if found:
+                raise TypeError(
+                    f"{type(self.selector).__name__} has scores_last=True and {what}; scores that "
+                    "depend on the last queries of a prompt need a number of these, "
+                    "`observe.last`, and are known at its end"
+                )
 
     def _expect_plans_alone(self) -> None:
         for what, found in (

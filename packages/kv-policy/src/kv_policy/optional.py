@@ -112,6 +112,21 @@ class ScoringOnce(Protocol):
 
 
 @runtime_checkable
+class ScoringLast(Protocol):
+    """Scores a prompt by its last queries."""
+
+    @property
+    def scores_last(self) -> bool:
+        """Whether the scores of a prompt depend on its last `observe.last` queries alone.
+
+        `score` of a pass with at least so many queries then reads no stored score. Of a prompt in
+        chunks, hosts neither observe nor score those without one of the last queries; their tokens
+        are stored with a score of 0 until a later chunk is scored.
+        """
+        ...
+
+
+@runtime_checkable
 class Adjusting(Protocol):
     """Adjusts scores of single tokens by the attention that a prompt's queries give."""
 

@@ -72,6 +72,11 @@ class Selecting(Part):
         return False
 
     @property
+    def scores_last(self) -> bool:
+        """Scores may depend on all queries of a prompt."""
+        return False
+
+    @property
     def plans_chunks(self) -> bool:
         """Plans wait for the whole prompt."""
         return False

@@ -87,6 +87,11 @@ class SortedSelector:
         return self._evictor.scores_once
 
     @property
+    def scores_last(self) -> bool:
+        """The evictor's, as its scores are used."""
+        return self._evictor.scores_last
+
+    @property
     def adjust(self) -> Callable[[LayerView], Float[Tensor, "B H L"]] | None:
         """The evictor's, as its scores are used."""
         return self._evictor.adjust

@@ -153,7 +153,7 @@ class PolicyCache:
         self._counted = True  # whether the last layer of this pass counts it
         self._alone: bool | None = None  # the answer of `attends_alone` in this pass
         self._order: Tensor | None = None  # the columns of this pass by position, if it needs them
-        self._goes_on = False  # whether prompts continue in a later pass
+        self._remaining = 0  # tokens of each prompt that later passes bring, at least
         self._rows: RowPass | None = None  # of the pass
         self._last_rows: RowPass | None = None  # of a pass before, which may serve again
         self._in_rows = False  # whether `attend` may decode as `attend_rows`
@@ -180,7 +180,7 @@ class PolicyCache:
         valid: Bool[Tensor, "B L"],
         *,
         prompt: bool | None = None,
-        more: bool = False,
+        remaining: int = 0,
         reach: Int[Tensor, "B L"] | None = None,
         counted: bool = True,
     ) -> None:
@@ -190,26 +190,25 @@ class PolicyCache:
             valid: which columns hold a token.
             prompt: whether the tokens belong to prompts; None: a sequence with earlier tokens and a
                 single new one decodes, any other is prefilled.
-            more: whether the prompts continue in a later pass; every token is kept until then,
-                unless the selector plans chunks.
+            remaining: tokens of each prompt that later passes bring, at least; every token is kept
+                until then, unless the selector plans chunks. See also `ScoringLast`.
             reach: the last column of the pass that each query sees, for prefixes and pictures whose
                 tokens see each other; None: its own.
             counted: whether the last layer counts the pass and plans what is due; otherwise the
                 engine calls `count` after it.
 
         Raises:
-            ValueError: there are no columns, or the batch size differs from before.
+            ValueError: there are no columns, the batch size differs, or tokens are fewer than said.
             RuntimeError: the previous pass did not finish.
             kv_paging.PoolExhausted: a fixed pool is too small; the cache is unchanged.
         """
         self._expect_no_pass()
-        checks.check_whole(self.policy, self.replay, more)
+        checks.check_whole(self.policy, self.replay, remaining)
         sequences, columns = valid.shape
-        checks.check_goes_on(self.batch, sequences, columns)
+        checks.check_goes_on(self.batch, sequences, columns, remaining, self._remaining)
         batch = self.batch or self._allocate(sequences)
-        now = Forward.of(
-            valid, batch.seen, started=batch.started, prompt=prompt, more=more, reach=reach
-        )
+        of = valid, batch.seen, remaining, reach
+        now = Forward.of(*of, started=batch.started, prompt=prompt)
         self._begin(batch, now)
         self._counted = counted
         for follower in self._followers:
@@ -221,7 +220,7 @@ class PolicyCache:
         self.batch, self._pass, self._next_layer = batch, now, 0
         self._alone = self._order = self._rows = None
         self._in_rows = self._decode_rows is not None and not now.whole.is_prefill
-        self._goes_on = now.whole.is_partial_prefill
+        self._remaining = now.whole.remaining
         prompts = [part.now for part in now.parts if part.now.is_prefill]
         self._waiting = WaitingPrompts(prompts[0]) if prompts and self.replay is not None else None
 
@@ -540,7 +539,7 @@ class PolicyCache:
         Raises:
             ValueError: as `join`; nothing has changed.
         """
-        if self.batch is None or other.batch is None or other._goes_on:
+        if self.batch is None or other.batch is None or other._remaining:
             raise ValueError("only a sequence with a finished prompt can take a vacant place")
         self.batch.adopt(sequence, other.batch)  # raises before anything has changed
         self._keeper.adopt(sequence, other._keeper)
@@ -625,7 +624,7 @@ class PolicyCache:
         """
         if self.batch is None or other.batch is None:
             raise ValueError("an empty cache cannot be joined with another")
-        if self._goes_on or other._goes_on:
+        if self._remaining or other._remaining:
             raise ValueError("a batch with unfinished prompts cannot be joined")
         self.batch.join(other.batch)  # raises before anything has changed
         mine, theirs = self._keeper, other._keeper
@@ -646,7 +645,7 @@ class PolicyCache:
             ValueError: there are no tokens, prompts are unfinished, or the pool is not shared.
         """
         self._expect_no_pass()
-        checks.check_branch(self.batch, over_shared=self._pool is not None, goes_on=self._goes_on)
+        checks.check_branch(self.batch, self._remaining, over_shared=self._pool is not None)
         assert self.batch is not None, "checked"
         made = self.another()
         batch = made._allocate(1, vacant=True)
@@ -673,9 +672,10 @@ class PolicyCache:
                 all together cannot free so many, none is planned. None: all above budget.
 
         Returns:
-            The planned sequences; none if the policy does not do this, see `Replan.short`.
+            The planned sequences; none without `Replan.short`, or while prompts are unfinished.
         """
-        return [] if self.batch is None else self._keeper.compress(self.batch, pages)
+        batch = None if self._remaining else self.batch
+        return [] if batch is None else self._keeper.compress(batch, pages)
 
     def select(self, source: Int[Tensor, " B2"]) -> None:
         """Reorder sequences to source[0], source[1], ...: beams, repeats, subsets.
@@ -733,7 +733,7 @@ class PolicyCache:
         """
         self._expect_no_pass()
         facts, plans = self.facts(), self._keeper.plans()
-        if self._goes_on:
+        if self._remaining:
             raise ValueError("a cache with unfinished prompts has no state; finish them first")
         assert self.batch is not None  # checked by `facts`
         with torch.inference_mode(False), torch.no_grad():

@@ -238,16 +238,16 @@ def check_reading(
         )
 
 
-def check_whole(policy: KVPolicy, replay: Replay | None, more: bool) -> None:
+def check_whole(policy: KVPolicy, replay: Replay | None, remaining: int) -> None:
     """Raise if a prompt is read in several passes that a policy reads a second time.
 
     Raises:
         ValueError: it is.
     """
-    if replay is not None and more:
+    if replay is not None and remaining:
         raise ValueError(
             f"{policy} reads each prompt a second time, after the pass over the whole prompt; do "
-            "not split it into passes with more=True"
+            f"not split it into passes with remaining={remaining}"
         )
 
 
@@ -273,12 +273,29 @@ def refuse_unfinished(layer: int, layers: int) -> NoReturn:
     )
 
 
-def check_goes_on(batch: Batch | None, sequences: int, columns: int) -> None:
+def check_goes_on(
+    batch: Batch | None, sequences: int, columns: int, remaining: int, promised: int
+) -> None:
     """Raise if a pass is empty or does not match the stored batch.
 
+    Args:
+        batch: the stored batch.
+        sequences: those of the pass.
+        columns: columns of the pass.
+        remaining: tokens of each prompt after it.
+        promised: the same after the pass before.
+
     Raises:
-        ValueError: there are no columns, or the batch size differs.
+        ValueError: there are no columns, the batch size differs, or tokens are fewer than promised.
     """
+    if remaining < 0:
+        raise ValueError(f"remaining is {remaining}; give a number of tokens, or 0")
+    if columns + remaining < promised:
+        raise ValueError(
+            f"the pass before had remaining={promised}, but {columns + remaining} tokens of each "
+            "prompt are left with this one; give the number that later passes bring, or one below "
+            "it, and reset() the cache"
+        )
     if columns == 0 or sequences == 0:
         raise ValueError("the prompt is empty; pass at least one sequence of at least one token")
     if batch is None:
@@ -290,13 +307,13 @@ def check_goes_on(batch: Batch | None, sequences: int, columns: int) -> None:
         )
 
 
-def check_branch(batch: Batch | None, *, over_shared: bool, goes_on: bool) -> None:
+def check_branch(batch: Batch | None, remaining: int, *, over_shared: bool) -> None:
     """Raise if no other cache can continue a sequence of this one.
 
     Raises:
         ValueError: there are no tokens, prompts are unfinished, or the pool is not shared.
     """
-    if batch is None or goes_on or not over_shared:
+    if batch is None or remaining or not over_shared:
         raise ValueError(
             "a sequence is continued in another cache if it has tokens of a finished prompt, over "
             "a pool that both share; use copy.deepcopy for a cache with a pool of its own"

@@ -85,7 +85,7 @@ class DraftedRows:
     def begin(self) -> None:
         """Begin the forward pass of the step, which `PolicyCache.count` ends."""
         first, *drafts = (column.taken for column in self.columns)
-        first.begin(prompt=False, more=False)
+        first.begin(prompt=False)
         self._verified = self.cache.begin_drafts([each.real for each in drafts])
 
     def attend(

@@ -18,9 +18,14 @@ class Pass:
     position: Int[Tensor, "B L"]  # -1: padding
     total: Int[Tensor, " B"]  # tokens seen after the pass
     is_prefill: bool = True  # including chunks; otherwise each sequence decodes one token
-    is_partial_prefill: bool = False  # the prompt continues in a later pass
+    remaining: int = 0  # tokens of each prompt that later passes bring, at least
     rows: tuple[int, ...] | None = None  # sequences with new tokens; None: treated as all
     reach: Int[Tensor, "B L"] | None = None  # last position that a query sees; None: its own
+
+    @property
+    def is_partial_prefill(self) -> bool:
+        """Whether the prompts continue in a later pass."""
+        return self.remaining > 0
 
     @property
     def sees(self) -> Int[Tensor, "B L"]:
@@ -111,21 +116,21 @@ class Forward:
         cls,
         valid: Bool[Tensor, "B L"],
         seen: Int[Tensor, " B"],
+        remaining: int,
+        reach: Int[Tensor, "B L"] | None,
         *,
         started: bool,
         prompt: bool | None,
-        more: bool,
-        reach: Int[Tensor, "B L"] | None = None,
     ) -> "Forward":
         """Split a pass into prefill and decode; the host waits unless one column is all decode.
 
         Args:
             valid: which columns hold a token.
             seen: earlier tokens of each sequence.
+            remaining: tokens of each prompt that later passes bring, at least.
+            reach: the last column of the pass that each query sees; None: its own.
             started: whether every sequence has had a token.
             prompt: whether all tokens belong to prompts, if the engine knows.
-            more: whether prompts continue in a later pass.
-            reach: the last column of the pass that each query sees; None: its own.
         """
         if valid.shape[1] == 1:
             count = valid.long()
@@ -139,13 +144,14 @@ class Forward:
         brings, columns = count[:, -1], valid.shape[1]
         total = seen + brings
         if prompt is not None or (columns == 1 and started):
-            whole = Pass(position, total, bool(prompt), more, reach=far)
+            whole = Pass(position, total, bool(prompt), remaining, reach=far)
             return cls(whole, (PassPart(whole),))
         both = torch.stack((brings, seen)).tolist()
         single = [new == 1 and had > 0 for new, had in zip(*both, strict=True)]
         reading = tuple(i for i, new in enumerate(both[0]) if new and not single[i])
         generating = tuple(i for i, one in enumerate(single) if one)
-        whole = Pass(position, total, bool(reading) or not generating, more, reach=far)
+        prefill = bool(reading) or not generating
+        whole = Pass(position, total, prefill, remaining, reach=far)
         if not generating:
             return cls(whole, (PassPart(replace(whole, rows=reading)),))
         mine = torch.tensor(single, device=valid.device)
@@ -156,7 +162,7 @@ class Forward:
         ]
         if reading:
             others = position.masked_fill(mine[:, None], -1)
-            parts.append(PassPart(Pass(others, total - mine.long(), True, more, reading)))
+            parts.append(PassPart(Pass(others, total - mine.long(), True, remaining, reading)))
         return cls(whole, tuple(parts))
 
 

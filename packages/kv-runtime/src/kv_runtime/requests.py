@@ -58,12 +58,17 @@ class RequestStep:
         return self.computed < self.prompt
 
     @property
-    def is_partial_prefill(self) -> bool:
-        """Whether a later step reads more tokens before they are compressed."""
+    def remaining(self) -> int:
+        """Tokens that later steps read before they are compressed with those of the step."""
         reached, stop = self.computed + self.known, self.prompt
         if self.boundary is not None and self.computed < self.boundary:
             stop = min(stop, self.boundary)
-        return reached < stop
+        return max(0, stop - reached)
+
+    @property
+    def is_partial_prefill(self) -> bool:
+        """Whether a later step reads more tokens before they are compressed."""
+        return self.remaining > 0
 
     @property
     def ends_prefill(self) -> bool:
@@ -418,7 +423,7 @@ class RequestBatch:
                 self._verify(self.decoding, row, [drafts.get(name, 0) for name in self.names])
                 return
             part = TokenRows.one_each(self.decoding, row, self.empty.device)
-            self._begin(part, prompt=False, more=False)
+            self._begin(part, prompt=False)
 
     def _verify(self, cache: PolicyCache, row: Sequence[int], drafts: Sequence[int]) -> None:
         """Begin the forward pass of decoding requests with drafts.
@@ -475,11 +480,11 @@ class RequestBatch:
             self._let_go({step.request})
             return
         part = TokenRows.of(cache, torch.arange(begin, end)[None], self.empty.device)
-        self._begin(part, prompt=True, more=step.is_partial_prefill)
+        self._begin(part, prompt=True, remaining=step.remaining)
 
-    def _begin(self, part: TokenRows, *, prompt: bool, more: bool) -> None:
+    def _begin(self, part: TokenRows, *, prompt: bool, remaining: int = 0) -> None:
         self._parts = [*self._parts, part]
-        self._attempt(part, partial(part.begin, prompt=prompt, more=more))
+        self._attempt(part, partial(part.begin, prompt=prompt, remaining=remaining))
 
     def _keep(self) -> None:
         """Store the states of requests at their boundaries."""

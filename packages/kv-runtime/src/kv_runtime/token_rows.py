@@ -54,9 +54,9 @@ class TokenRows:
         real = torch.ones(len(row), 1, dtype=torch.bool, device=device)
         return cls(cache, real, these, None, these)
 
-    def begin(self, *, prompt: bool, more: bool) -> None:
+    def begin(self, *, prompt: bool, remaining: int = 0) -> None:
         """Begin the forward pass of the step, which `PolicyCache.count` ends if it is decode."""
-        self.cache.begin(self.real, prompt=prompt, more=more, counted=prompt)
+        self.cache.begin(self.real, prompt=prompt, remaining=remaining, counted=prompt)
 
     def attend(
         self,

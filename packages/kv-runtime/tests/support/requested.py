@@ -53,7 +53,7 @@ def seen_alone(
     while True:
         count = min(CHUNK, prompt - done) if done < prompt else 1
         valid = torch.ones(1, count, dtype=torch.bool)
-        cache.begin(valid, prompt=done < prompt, more=done + count < prompt)
+        cache.begin(valid, prompt=done < prompt, remaining=max(0, prompt - done - count))
         outs = []
         for layer in range(SHAPE.layers):
             q, k, v = (x[layer, done : done + count][None] for x in tokens)

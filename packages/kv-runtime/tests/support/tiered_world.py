@@ -85,7 +85,7 @@ class World:
 
     def forward(self, valid: Tensor, *, more: bool = False) -> None:
         """One pass over new columns, checked layer by layer."""
-        self.cache.begin(valid, more=more)
+        self.cache.begin(valid, remaining=int(more))
         width = valid.shape[1]
         if self.share is not None:
             self.columns = torch.cat((self.columns, valid), 1)

@@ -397,10 +397,10 @@ class Engine:
             kept = {"budgets": budgets, "page_tokens": self.block_tokens, "backend": "torch"}
             asked.alone = PolicyCache(self.policy, self.shape, **kept)
         assert asked.alone is not None
-        reads, more = step.computed < step.prompt, step.computed + step.known < step.prompt
-        count = step.known
+        reads, count = step.computed < step.prompt, step.known
+        left = max(0, step.prompt - step.computed - count)
         found = self._read(
-            asked.alone, [tuple(x[:count] for x in layer) for layer in brought], reads, more
+            asked.alone, [tuple(x[:count] for x in layer) for layer in brought], reads, left
         )
         copied = deepcopy(asked.alone) if len(brought[0][0]) > count else asked.alone
         asked.right = [
@@ -417,11 +417,11 @@ class Engine:
         cache: PolicyCache,
         brought: Sequence[tuple[Tensor, ...]],
         prompt: bool,
-        more: bool = False,
+        remaining: int = 0,
     ) -> list[Tensor]:
         """Return the attention of tokens by layer, after which a reference cache holds them."""
         every, found = torch.ones(1, len(brought[0][0]), dtype=torch.bool), []
-        cache.begin(every, prompt=prompt, more=more)
+        cache.begin(every, prompt=prompt, remaining=remaining)
         for layer, (query, key, value) in enumerate(brought):
             grouped = query[None].unflatten(2, (self.shape.kv_heads, -1)).permute(0, 2, 3, 1, 4)
             fresh = key[None].transpose(1, 2), value[None].transpose(1, 2)

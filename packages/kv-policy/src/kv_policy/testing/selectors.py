@@ -29,6 +29,7 @@ from kv_policy.testing.laws import equal, law, works
 from kv_policy.testing.running import check_running
 from kv_policy.testing.views import (
     DrawnTokens,
+    after_last_queries,
     after_prompt,
     cut_step,
     decoding_step,
@@ -49,6 +50,8 @@ def check_selector(of: Selector, able: Capabilities, shape: CacheShape) -> None:
         rescored = _check_rescore(selector, able, tokens, score)
         _check_plan(selector, able, tokens, score, rescored)
         _check_merge(selector, able, tokens, score, seed)
+    if selector.scores_last:
+        _check_scored_last(selector, after_last_queries(selector, shape, seed=4))
     arriving = while_decoding(selector, shape, seed=3)
     check_running(selector, arriving)
     if selector.decode == "step" or selector.observe.generated:
@@ -275,6 +278,21 @@ def _check_scored_once(
         bool(torch.isclose(_scores(selector, later), score, rtol=1e-4, atol=1e-6)[there].all()),
         "score depends on more than a token's key, value and position, though scores_once is True",
     )
+
+
+def _check_scored_last(selector: CompleteSelector, tokens: DrawnTokens) -> None:
+    there = tokens.position >= 0
+    want, none = _scores(selector, tokens), torch.zeros_like(tokens.score)
+    stored = [none, tokens.score + 1]
+    if want.isinf().any():  # tokens that are protected no more were infinite
+        stored.append(none.masked_fill(there & ~tokens.fresh, torch.inf))
+    for score in stored:
+        found = _scores(selector, dataclasses.replace(tokens, score=score.masked_fill(~there, 0)))
+        law(
+            bool(torch.isclose(found, want, rtol=1e-4, atol=1e-6)[there].all()),
+            f"score of a pass with the last {selector.observe.last} queries of a prompt depends on "
+            "stored scores, though scores_last is True",
+        )
 
 
 def _parts(tokens: DrawnTokens, able: Capabilities) -> list[tuple[Tensor, slice, str]]:

@@ -235,6 +235,18 @@ def after_prompt(
     return _tokens(selector, selector.observe, shape, length, (length * stored).long(), seed)
 
 
+def after_last_queries(selector: CompleteSelector, shape: CacheShape, seed: int) -> DrawnTokens:
+    """Make the tokens after a pass with as many queries of a prompt as the selector observes.
+
+    Two sequences have no other new token than those of these queries, and one has more.
+    """
+    last = selector.observe.last or 0
+    length = last + selector.protected + torch.tensor([40, 17, 29, 0])
+    before = length - last - torch.tensor([0, 0, 3, 0])
+    before[3] = 0  # a sequence without stored tokens
+    return _tokens(selector, selector.observe, shape, length, before, seed)
+
+
 def while_decoding(selector: CompleteSelector, shape: CacheShape, seed: int) -> DrawnTokens:
     """Make the tokens that a selector sees when one token arrives in each sequence."""
     length = torch.tensor([selector.protected + 40, selector.protected + 17, 2, 1])

@@ -1,10 +1,12 @@
 """Apply a layer's plan: evict and move stored tokens, and store new ones."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kv_policy import DROP, FRESH
 from kv_runtime.batch import Batch, Pass, flat
@@ -42,45 +44,96 @@ def restack(
             batch.tiers.append_stored(index, table_rows, copied, tier == index)
 
 
-def enter(
+def evict(
     batch: Batch,
-    now: Pass,
-    layer: int,
-    fresh: tuple[Float[Tensor, "B H L D"], Float[Tensor, "B H L Dv"]],
-    scored: Scored,
-    plan: Sequence[UInt8[Tensor, "B H _"]],
-    changed: Sequence[Changed] = (),
-    rows: Int[Tensor, " R"] | None = None,
+    layers: slice,
+    scored: Sequence[Scored],
+    plans: Sequence[Sequence[UInt8[Tensor, "B H _"]]],
 ) -> None:
+    """Evict tokens of layers whose plans move none to another tier, as `restack` of each layer."""
+    table_rows = batch.table_rows(layers)
+    for i, store in enumerate(group.store for group in scored[0].groups):
+        if store is None:
+            continue
+        each = [
+            flat((one.groups[i].position >= 0) & (plan[i] != DROP))
+            for one, plan in zip(scored, plans, strict=True)
+        ]
+        width = max(keep.shape[1] for keep in each)
+        keep = torch.cat([pad(keep, (0, width - keep.shape[1])) for keep in each])
+        store.compact(table_rows, keep)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """New tokens of layers, with the scores and tiers of all their tokens, by group.
+
+    B indexes sequences, grouped by layer. `changed` are the tokens of the groups of a single layer,
+    of the sequences `rows`, that have other vectors.
+    """
+
+    key: Float[Tensor, "B H L D"]
+    value: Float[Tensor, "B H L Dv"]
+    scored: Scored
+    plan: Sequence[UInt8[Tensor, "B H _"]]
+    changed: Sequence[Changed] = ()
+    rows: Int[Tensor, " R"] | None = None
+
+
+def enter(batch: Batch, now: Pass, layers: slice, entries: Sequence[Entry]) -> None:
     """Append tokens that leave the window to their tiers, and write the rest to the window.
 
-    `changed` are the tokens of the groups, of the sequences `rows`, that have other vectors.
+    Args:
+        batch: the stored tokens.
+        now: the pass that brings new ones.
+        layers: the layers.
+        entries: their new tokens, in one entry or in one for each layer.
     """
-    raw, (new_key, new_value) = batch.held_window, fresh
-    keys = [new_key] if raw is None else [raw.keys(layer), new_key]
-    values = [new_value] if raw is None else [raw.values(layer), new_value]
-    scores = scored.split(scored.score)
-    loose = [i for i, g in enumerate(scored.groups) if g.tier == FRESH]
-    key, value = torch.cat(keys, 2), torch.cat(values, 2)
-    if changed:
-        assert rows is not None  # given with them
-        first = 0
-        for i, old in zip(loose, keys, strict=True):
-            changed[i].put(key, value, rows, first)
-            first += old.shape[2]
-    key, value = flat(key), flat(value)
-    tier = flat(torch.cat([plan[i] for i in loose], -1))
-    score = flat(torch.cat([scores[i] for i in loose], -1))
-    position = flat(torch.cat([scored.groups[i].position for i in loose], -1)).int()
-    table_rows = batch.table_rows(slice(layer, layer + 1))
+    each = (layers.stop - layers.start) // len(entries)
+    spans = [slice(first, first + each) for first in range(layers.start, layers.stop, each)]
+    loose = [_loose(batch, *pair) for pair in zip(spans, entries, strict=True)]
+    key, value, tier, score, position = (
+        rows[0] if len(rows) == 1 else torch.cat(rows) for rows in zip(*loose, strict=True)
+    )
+    table_rows = batch.table_rows(layers)
     for index in range(batch.tiers.tiers):
         batch.tiers.append(index, table_rows, key, value, tier == index, score, position)
-    if batch.window is not None:
-        batch.window.put(
-            slice(layer, layer + 1),
-            new_key[None],
-            new_value[None],
-            now.position,
-            now.total,
-            scores[-1][None],
-        )
+    if batch.window is None:
+        return
+    for span, entry in zip(spans, entries, strict=True):
+        new = entry.key, entry.value, entry.scored.split(entry.scored.score)[-1]
+        by_layer = zip(*(x.unflatten(0, (each, -1)) for x in new), strict=True)
+        for layer, (key, value, score) in enumerate(by_layer, span.start):
+            batch.window.put(
+                slice(layer, layer + 1),
+                key[None],
+                value[None],
+                now.position,
+                now.total,
+                score[None],
+            )
+
+
+def _loose(batch: Batch, layers: slice, entry: Entry) -> tuple[Tensor, ...]:
+    """Return the tokens of layers that are in no page yet, one row per head.
+
+    They are keys, values, tiers, scores and positions.
+    """
+    raw, scored = batch.held_window, entry.scored
+    keys, values = [entry.key], [entry.value]
+    if raw is not None:
+        keys = [raw.keys_of(layers).flatten(0, 1), entry.key]
+        values = [raw.values_of(layers).flatten(0, 1), entry.value]
+    copied = raw is not None or len(entry.changed) > 0  # what changes is overwritten in the copy
+    key, value = (torch.cat(x, 2) if copied else x[0] for x in (keys, values))
+    scores = scored.split(scored.score)
+    loose = [i for i, g in enumerate(scored.groups) if g.tier == FRESH]
+    if entry.changed:
+        assert entry.rows is not None  # given with them
+        first = 0
+        for i, old in zip(loose, keys, strict=True):
+            entry.changed[i].put(key, value, entry.rows, first)
+            first += old.shape[2]
+    position = torch.cat([scored.groups[i].position for i in loose], -1).int()
+    tier, score = (torch.cat([x[i] for i in loose], -1) for x in (entry.plan, scores))
+    return tuple(flat(x) for x in (key, value, tier, score, position))

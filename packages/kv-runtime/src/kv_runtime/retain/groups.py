@@ -11,6 +11,7 @@ from kv_attention import Attended
 from kv_policy import FRESH, VectorName
 from kv_runtime.batch import Batch, Pass, grid
 from kv_runtime.retain.planning import Group
+from kv_runtime.window.base import Window
 
 
 def fresh_group(
@@ -109,19 +110,37 @@ def layer_groups(
         )
     raw = batch.held_window
     if raw is not None:
-        mass, seen, also = observed(raw.size)
-        times = len(now.position) // len(raw.position)
-        groups.append(
-            Group(
-                position=batch.by_head(raw.position.repeat(times, 1)),
-                tier=FRESH,
-                fresh=False,
-                score=raw.scores_of(layers).flatten(0, 1) if raw.has_scores else None,
-                mass=mass,
-                seen=seen,
-                also=also,
-                key=raw.keys_of(layers).flatten(0, 1) if "keys" in reads else None,
-                value=raw.values_of(layers).flatten(0, 1) if "values" in reads else None,
-            )
-        )
+        groups.append(_window_group(batch, raw, now, layers, reads, *observed(raw.size)))
     return [*groups, fresh_group(batch, now, key, value, reads, *observed(now.position.shape[1]))]
+
+
+def loose_groups(batch: Batch, now: Pass, layers: slice) -> list[Group]:
+    """Return the tokens of layers that are in no page: those of the window, and new ones."""
+    nothing: frozenset[VectorName] = frozenset()
+    raw, vectors = batch.held_window, batch.seen  # of which none are read
+    held = [] if raw is None else [_window_group(batch, raw, now, layers, nothing)]
+    return [*held, fresh_group(batch, now, vectors, vectors, nothing)]
+
+
+def _window_group(
+    batch: Batch,
+    raw: Window,
+    now: Pass,
+    layers: slice,
+    reads: frozenset[VectorName],
+    mass: Tensor | None = None,
+    seen: Tensor | None = None,
+    also: Mapping[str, Tensor] = MappingProxyType({}),
+) -> Group:
+    times = len(now.position) // len(raw.position)
+    return Group(
+        position=batch.by_head(raw.position.repeat(times, 1)),
+        tier=FRESH,
+        fresh=False,
+        score=raw.scores_of(layers).flatten(0, 1) if raw.has_scores else None,
+        mass=mass,
+        seen=seen,
+        also=also,
+        key=raw.keys_of(layers).flatten(0, 1) if "keys" in reads else None,
+        value=raw.values_of(layers).flatten(0, 1) if "values" in reads else None,
+    )

@@ -291,7 +291,7 @@ def plan_layers(
         return [s.split(plan[i, ..., : s.position.shape[-1]]) for i, s in enumerate(scored)]
 
     if due is not None and not len(due):
-        return split(_stay(scored, length, window, width)), None
+        return split(stay(scored, length, window)), None
     rows = slice(None) if due is None else due
 
     def stack(parts: list[Tensor], fill: int | float) -> Tensor:
@@ -322,7 +322,7 @@ def plan_layers(
     )
     plan, tier_thresholds = planned(selector, view, window)
     if due is not None:
-        plan = _stay(scored, length, window, width).index_copy(1, due, plan)
+        plan = stay(scored, length, window).index_copy(1, due, plan)
     return split(plan), tier_thresholds
 
 
@@ -348,10 +348,11 @@ def planned(
     return plan, tier_thresholds
 
 
-def _stay(
-    scored: Sequence[Scored], length: Int[Tensor, " B"], window: int, width: int
+def stay(
+    scored: Sequence[Scored], length: Int[Tensor, " B"], window: int
 ) -> UInt8[Tensor, "n B H L"]:
     """Return the plan that keeps stored tokens in place and stores new ones in the first tier."""
+    width = max(s.position.shape[-1] for s in scored)
     oldest_raw = (length - window)[:, None, None] if window else length[:, None, None] + 1
 
     def one(s: Scored) -> Tensor:

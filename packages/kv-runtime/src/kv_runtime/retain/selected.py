@@ -14,21 +14,22 @@ from kv_policy import Budget, CacheShape, CompleteSelector, Observe, Queries, Ru
 from kv_runtime.batch import Batch, Pass
 from kv_runtime.forward_pass import Forward
 from kv_runtime.retain.answers import expect_numbers
-from kv_runtime.retain.apply import enter, restack
+from kv_runtime.retain.apply import Entry, enter, evict, restack
 from kv_runtime.retain.budgets import resolved
 from kv_runtime.retain.careful import Careful
 from kv_runtime.retain.decode import step
+from kv_runtime.retain.groups import loose_groups
 from kv_runtime.retain.keep_all import KeepAll
 from kv_runtime.retain.merging import Changed, merged, with_vectors
-from kv_runtime.retain.planning import Scored, plan_layers
+from kv_runtime.retain.planning import Scored, plan_layers, stay
 from kv_runtime.retain.plans import Plans
 from kv_runtime.retain.replan import replan
 from kv_runtime.retain.scoring import Observed, score, score_new
 from kv_runtime.retain.turns import Turns
 from kv_runtime.stats import Tally
 
-# Approximate number of tokens of several layers scored at once; on a device, if their scores go on
-# where they are stored, which takes few bytes for each.
+# Approximate number of tokens of several layers scored or stored at once; on a device, if scores go
+# on where they are stored, which takes few bytes for each.
 _TOGETHER: Final = 1 << 18
 _TOGETHER_ON_DEVICE: Final = 1 << 22
 
@@ -68,21 +69,28 @@ class KeepSelected:
         self.shape, self.budgets = shape, budgets
         self.tally = tally
         self.grows = selector.decode == "grow"  # generated tokens are appended between plans
-        self.observe_prompt = selector.observe
         self.observe_step = selector.observe if selector.observe.generated else Observe()
         self._budget: Int[Tensor, " B"] | None = None  # tokens per head, last resolved
         self._thresholds: Float[Tensor, "K N B H"] | None = None  # from the last plan
         self._turns = Turns(selector.replan)
         self._planned: list[int] = []  # sequences planned in this pass
         self._mixed = False  # this pass has both prefill and decode
+        self._unscored = False  # a later pass scores the prompts of this one, with all others
+        self._unobserved = False  # nothing is observed in this pass, which has prompts alone
         self._stepped: tuple[int, ...] | None = ()  # decoding sequences of this pass; None: all
         self._waiting: list[_Arrival] = []  # prefill
-        self._unscored: list[tuple[_Arrival, Observed]] = []  # prefill, until its replay
+        self._unread: list[tuple[_Arrival, Observed]] = []  # prefill, until its replay
+        self._later: list[tuple[Tensor, Tensor]] = []  # prefill that a later pass scores
         self._steps: list[_Arrival] = []  # decode
         self._taken: tuple[Tensor, Tensor] | None = None  # the decoded tokens of all layers
         self._observed: list[Observed] = []  # layers not scored yet
         self._wrong: list[Bool[Tensor, ""]] = []  # whether a layer's prefill scores are NaN
         self._fresh: list[Float[Tensor, "n B H 1"]] = []  # scores of decoded tokens
+
+    @property
+    def observe_prompt(self) -> Observe:
+        """What the current pass over prompts observes."""
+        return Observe() if self._unobserved else self.selector.observe
 
     @property
     def running(self) -> Running | None:
@@ -121,7 +129,14 @@ class KeepSelected:
 
     def prepare(self, batch: Batch, now: Forward) -> None:
         """Choose the sequences of a prefill's plan; pages are reserved when the plan is made."""
-        self._stepped, self._mixed = (), len(now.parts) > 1
+        self._stepped, self._mixed, self._later = (), len(now.parts) > 1, []
+        selector, whole = self.selector, now.whole
+        alone = whole.is_partial_prefill and not self._mixed
+        last = selector.observe.last
+        later = selector.scores_last and last is not None and whole.remaining >= last
+        self._unscored = alone and later
+        # Scores that are given once are adjusted at the end of a prompt.
+        self._unobserved = self._unscored or (alone and selector.scores_once)
         if self._careful is not None:
             self._careful.sequences = len(batch.seen)
         for each in (part.now for part in now.parts):
@@ -148,6 +163,9 @@ class KeepSelected:
 
         `unprojected` are keys and values as the model computes them, before any basis.
         """
+        if self._unscored:
+            self._store_unscored(batch, now, layer, (key, value))
+            return
         once = self.selector.scores_once
         observed = Observed(
             *(unprojected if once else (key, value)),
@@ -168,9 +186,30 @@ class KeepSelected:
             return
         arrival = _Arrival(key, value)
         if self.selector.replay is not None:
-            self._unscored.append((arrival, observed))
+            self._unread.append((arrival, observed))
             return
         self._arrive(batch, now, layer, arrival, observed)
+
+    def _store_unscored(
+        self,
+        batch: Batch,
+        now: Pass,
+        layer: int,
+        fresh: tuple[Float[Tensor, "B H L D"], Float[Tensor, "B H L Dv"]],
+    ) -> None:
+        """Store a layer's prompts until a later pass scores all of their tokens."""
+        if layer == 0 and batch.pool.grows:
+            batch.reserve((now.total - batch.window_size).clamp(min=0), spare=1)
+        self._later.append(fresh)
+        count, tokens = len(self._later), fresh[0].shape[:-1].numel()
+        if layer < batch.shape.layers - 1 and count * tokens < _TOGETHER:
+            return
+        each, self._later = self._later, []
+        key, value = (torch.cat(rows) for rows in zip(*each, strict=True))
+        layers, over = slice(layer + 1 - count, layer + 1), now.over(count)
+        scored = Scored.carried(loose_groups(batch, over, layers))
+        plan = scored.split(stay([scored], over.total, batch.window_size)[0])
+        enter(batch, now, layers, [Entry(key, value, scored, plan)])
 
     def _together(self, device: torch.device) -> int:
         wide = device.type != "cpu" and self.selector.running is not None
@@ -191,8 +230,8 @@ class KeepSelected:
     def finish(self, batch: Batch, now: Pass, replayed: Sequence[Tensor] = ()) -> None:
         """Store the tokens that waited for all layers, or for the scores of their replay."""
         if now.is_prefill:
-            unscored, self._unscored = self._unscored, []
-            for layer, (arrival, observed) in enumerate(unscored):
+            unread, self._unread = self._unread, []
+            for layer, (arrival, observed) in enumerate(unread):
                 again = replace(observed, replayed=replayed[layer])
                 self._arrive(batch, now, layer, arrival, again)
             waiting, self._waiting = self._waiting, []
@@ -448,12 +487,20 @@ class KeepSelected:
             if self.selector.merge is not None and self._planned:
                 fresh = arrivals[i].key, arrivals[i].value
                 changed[i] = self._merge(batch, first + i, fresh, scored[i], plan, now.total)
-            table_rows = batch.table_rows(slice(first + i, first + i + 1))
-            restack(batch, table_rows, scored[i].groups, plan)
+            if batch.tiers.tiers > 1:
+                table_rows = batch.table_rows(slice(first + i, first + i + 1))
+                restack(batch, table_rows, scored[i].groups, plan)
+        if batch.tiers.tiers == 1:
+            evict(batch, slice(first, first + len(plans)), scored, plans)
         rows = torch.tensor(self._planned, dtype=torch.long, device=now.total.device)
-        for i, (arrival, plan) in enumerate(zip(arrivals, plans, strict=True)):
-            vectors = arrival.key, arrival.value
-            enter(batch, now, first + i, vectors, scored[i], plan, changed[i], rows)
+        entries = [
+            Entry(arrival.key, arrival.value, scored[i], plans[i], changed[i], rows)
+            for i, arrival in enumerate(arrivals)
+        ]
+        together = max(1, _TOGETHER // max(1, entries[0].key.shape[:-1].numel()))
+        for i in range(0, len(entries), together):
+            some = entries[i : i + together]
+            enter(batch, now, slice(first + i, first + i + len(some)), some)
         if first == 0 and batch.pool.grows and self.selector.budget is None:
             # Other layers need about as much, and growing once is cheaper than growing repeatedly.
             each = max(0, batch.pool.used - held) // len(arrivals)
