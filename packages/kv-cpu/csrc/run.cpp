@@ -16,8 +16,11 @@ struct State {
   float *top, *total, *sums;
 };
 
+// What two workers write is on different lines of their caches.
+constexpr size_t kLine = 64;
+
 // The blocks of a piece, for its observation.
-class Seen {
+class alignas(kLine) Seen {
  public:
   struct Some {
     int part, first, last;  // the runs first .. last - 1
@@ -38,7 +41,7 @@ class Seen {
 };
 
 // The buffers of a worker.
-struct Scratch {
+struct alignas(kLine) Scratch {
   Uninitialized<float> numbers, weights;
   Uninitialized<uint8_t> prepared;  // queries, per part
   float *queries, *query_sums;
@@ -115,7 +118,8 @@ class Runner {
   }
 
  private:
-  int64_t state_size() const { return job_.group * (job_.value_width + 2); }
+  // Floats, in whole vectors.
+  int64_t state_size() const { return padded(int(job_.group * (job_.value_width + 2))); }
 
   State state_in(float* numbers) const {
     return {numbers, numbers + job_.group, numbers + 2 * job_.group};
@@ -452,7 +456,7 @@ class Runner {
   std::vector<Seen> split_seen_;  // by split piece
   std::vector<int> split_worker_;
   std::vector<std::atomic_flag> observed_;  // by split piece, once some worker has begun
-  std::atomic<size_t> next_{0};
+  alignas(kLine) std::atomic<size_t> next_{0};
 };
 
 }  // namespace
