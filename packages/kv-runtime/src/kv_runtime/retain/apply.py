@@ -44,26 +44,6 @@ def restack(
             batch.tiers.append_stored(index, table_rows, copied, tier == index)
 
 
-def evict(
-    batch: Batch,
-    layers: slice,
-    scored: Sequence[Scored],
-    plans: Sequence[Sequence[UInt8[Tensor, "B H _"]]],
-) -> None:
-    """Evict tokens of layers whose plans move none to another tier, as `restack` of each layer."""
-    table_rows = batch.table_rows(layers)
-    for i, store in enumerate(group.store for group in scored[0].groups):
-        if store is None:
-            continue
-        each = [
-            flat((one.groups[i].position >= 0) & (plan[i] != DROP))
-            for one, plan in zip(scored, plans, strict=True)
-        ]
-        width = max(keep.shape[1] for keep in each)
-        keep = torch.cat([pad(keep, (0, width - keep.shape[1])) for keep in each])
-        store.compact(table_rows, keep)
-
-
 @dataclass(frozen=True)
 class Entry:
     """New tokens of layers, with the scores and tiers of all their tokens, by group.
@@ -78,6 +58,20 @@ class Entry:
     plan: Sequence[UInt8[Tensor, "B H _"]]
     changed: Sequence[Changed] = ()
     rows: Int[Tensor, " R"] | None = None
+
+
+def evict(batch: Batch, layers: slice, entries: Sequence[Entry]) -> None:
+    """Evict tokens of layers whose plans move none to another tier, as `restack` of each layer."""
+    table_rows = batch.table_rows(layers)
+    for i, store in enumerate(group.store for group in entries[0].scored.groups):
+        if store is None:
+            continue
+        each = [
+            flat((one.scored.groups[i].position >= 0) & (one.plan[i] != DROP)) for one in entries
+        ]
+        width = max(keep.shape[1] for keep in each)
+        keep = torch.cat([pad(keep, (0, width - keep.shape[1])) for keep in each])
+        store.compact(table_rows, keep)
 
 
 def enter(batch: Batch, now: Pass, layers: slice, entries: Sequence[Entry]) -> None:

@@ -94,6 +94,11 @@ class Scored:
         parts = [g.key if name == "keys" else g.value for g in self.groups]
         return _vectors(self.order, parts).masked_fill((self.position < 0)[..., None], 0)
 
+    @property
+    def bare(self) -> "Scored":
+        """The same tokens without vectors and observations, whose memory is free then."""
+        return replace(self, groups=tuple(group.of(slice(None)) for group in self.groups))
+
     def of(self, rows: Int[Tensor, " D"] | slice) -> "Scored":
         """Return some rows."""
         order = None if self.order is None else self.order[rows]

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, TypeAlias
 
 import torch
 from jaxtyping import Bool, Float, Int, UInt8
@@ -32,6 +32,8 @@ from kv_runtime.stats import Tally
 # on where they are stored, which takes few bytes for each.
 _TOGETHER: Final = 1 << 18
 _TOGETHER_ON_DEVICE: Final = 1 << 22
+
+_Plan: TypeAlias = Sequence[UInt8[Tensor, "B H _"]]  # tiers of a layer's tokens, by group
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ class KeepSelected:
         self._waiting: list[_Arrival] = []  # prefill
         self._unread: list[tuple[_Arrival, Observed]] = []  # prefill, until its replay
         self._later: list[tuple[Tensor, Tensor]] = []  # prefill that a later pass scores
+        self._decided: list[tuple[_Arrival, _Plan]] = []  # planned prefill that is not stored yet
         self._steps: list[_Arrival] = []  # decode
         self._taken: tuple[Tensor, Tensor] | None = None  # the decoded tokens of all layers
         self._observed: list[Observed] = []  # layers not scored yet
@@ -129,7 +132,8 @@ class KeepSelected:
 
     def prepare(self, batch: Batch, now: Forward) -> None:
         """Choose the sequences of a prefill's plan; pages are reserved when the plan is made."""
-        self._stepped, self._mixed, self._later = (), len(now.parts) > 1, []
+        self._stepped, self._mixed = (), len(now.parts) > 1
+        self._later, self._decided = [], []
         selector, whole = self.selector, now.whole
         alone = whole.is_partial_prefill and not self._mixed
         last = selector.observe.last
@@ -457,7 +461,7 @@ class KeepSelected:
         self._fresh.append(fresh.unflatten(0, (len(observed), -1)))
 
     def _plan(self, batch: Batch, now: Pass, first: int, arrivals: Sequence[_Arrival]) -> None:
-        """Plan some layers together, and apply the plan layer by layer."""
+        """Plan some layers together; plans of as many as enter pages at once are applied."""
         if first == 0:
             budget = self._resolve_again(batch, now.total, self._planned)
             if batch.pool.grows and self.selector.budget is not None:
@@ -480,31 +484,45 @@ class KeepSelected:
         )
         if tier_thresholds is not None:
             self._keep_thresholds(batch, slice(first, first + len(arrivals)), due, tier_thresholds)
-        held = batch.pool.used
-        # All layers free pages before any takes some: the pages in use never exceed what is kept.
-        changed: list[Sequence[Changed]] = [()] * len(plans)
-        for i, plan in enumerate(plans):
-            if self.selector.merge is not None and self._planned:
-                fresh = arrivals[i].key, arrivals[i].value
-                changed[i] = self._merge(batch, first + i, fresh, scored[i], plan, now.total)
-            if batch.tiers.tiers > 1:
-                table_rows = batch.table_rows(slice(first + i, first + i + 1))
-                restack(batch, table_rows, scored[i].groups, plan)
-        if batch.tiers.tiers == 1:
-            evict(batch, slice(first, first + len(plans)), scored, plans)
+        for arrival, one, plan in zip(arrivals, scored, plans, strict=True):
+            self._decided.append((replace(arrival, scored=one.bare), plan))
+        last, each = first + len(arrivals), arrivals[0].key.shape[:-1].numel()
+        if last == batch.shape.layers or len(self._decided) * each >= _TOGETHER:
+            decided, self._decided = self._decided, []
+            self._apply(batch, now, last - len(decided), decided)
+
+    def _apply(
+        self,
+        batch: Batch,
+        now: Pass,
+        first: int,
+        decided: Sequence[tuple[_Arrival, _Plan]],
+    ) -> None:
+        """Apply the plans of some layers, and store their new tokens."""
+        held, layers = batch.pool.used, slice(first, first + len(decided))
         rows = torch.tensor(self._planned, dtype=torch.long, device=now.total.device)
-        entries = [
-            Entry(arrival.key, arrival.value, scored[i], plans[i], changed[i], rows)
-            for i, arrival in enumerate(arrivals)
-        ]
+        entries: list[Entry] = []
+        no_change: Sequence[Changed] = ()
+        # All layers free pages before any takes some: the pages in use never exceed what is kept.
+        for layer, (arrival, plan) in enumerate(decided, first):
+            scored, changed = arrival.scored, no_change
+            assert scored is not None  # planned
+            if self.selector.merge is not None and self._planned:
+                fresh = arrival.key, arrival.value
+                changed = self._merge(batch, layer, fresh, scored, plan, now.total)
+            if batch.tiers.tiers > 1:
+                restack(batch, batch.table_rows(slice(layer, layer + 1)), scored.groups, plan)
+            entries.append(Entry(arrival.key, arrival.value, scored, plan, changed, rows))
+        if batch.tiers.tiers == 1:
+            evict(batch, layers, entries)
         together = max(1, _TOGETHER // max(1, entries[0].key.shape[:-1].numel()))
         for i in range(0, len(entries), together):
             some = entries[i : i + together]
             enter(batch, now, slice(first + i, first + i + len(some)), some)
         if first == 0 and batch.pool.grows and self.selector.budget is None:
             # Other layers need about as much, and growing once is cheaper than growing repeatedly.
-            each = max(0, batch.pool.used - held) // len(arrivals)
-            batch.pool.reserve(each * (batch.shape.layers - len(arrivals)))
+            each = max(0, batch.pool.used - held) // len(decided)
+            batch.pool.reserve(each * (batch.shape.layers - len(decided)))
 
     def _merge(
         self,
