@@ -22,7 +22,7 @@ ENDS = (20, 45, 60)
 
 def states(policy: KVPolicy, together: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
     """Read a prompt in chunks, generate, and read another; a state and all that was attended to."""
-    monkeypatch.setattr(selected, "_TOGETHER", together)
+    monkeypatch.setattr(selected, "_STORED_TOGETHER", together)
     draw = torch.Generator().manual_seed(3)
     cache = PolicyCache(policy, SHAPE, page_tokens=4)
 

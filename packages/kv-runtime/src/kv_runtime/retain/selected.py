@@ -28,10 +28,11 @@ from kv_runtime.retain.scoring import Observed, score, score_new
 from kv_runtime.retain.turns import Turns
 from kv_runtime.stats import Tally
 
-# Approximate number of tokens of several layers scored or stored at once; on a device, if scores go
-# on where they are stored, which takes few bytes for each.
+# Approximate number of tokens of several layers scored at once; on a device, if their scores go on
+# where they are stored, which takes few bytes for each.
 _TOGETHER: Final = 1 << 18
 _TOGETHER_ON_DEVICE: Final = 1 << 22
+_STORED_TOGETHER: Final = 1 << 16  # the same of prompts, whose vectors wait to enter pages
 
 _Plan: TypeAlias = Sequence[UInt8[Tensor, "B H _"]]  # tiers of a layer's tokens, by group
 
@@ -206,7 +207,7 @@ class KeepSelected:
             batch.reserve((now.total - batch.window_size).clamp(min=0), spare=1)
         self._later.append(fresh)
         count, tokens = len(self._later), fresh[0].shape[:-1].numel()
-        if layer < batch.shape.layers - 1 and count * tokens < _TOGETHER:
+        if layer < batch.shape.layers - 1 and count * tokens < _STORED_TOGETHER:
             return
         each, self._later = self._later, []
         key, value = (torch.cat(rows) for rows in zip(*each, strict=True))
@@ -487,7 +488,7 @@ class KeepSelected:
         for arrival, one, plan in zip(arrivals, scored, plans, strict=True):
             self._decided.append((replace(arrival, scored=one.bare), plan))
         last, each = first + len(arrivals), arrivals[0].key.shape[:-1].numel()
-        if last == batch.shape.layers or len(self._decided) * each >= _TOGETHER:
+        if last == batch.shape.layers or len(self._decided) * each >= _STORED_TOGETHER:
             decided, self._decided = self._decided, []
             self._apply(batch, now, last - len(decided), decided)
 
@@ -515,7 +516,7 @@ class KeepSelected:
             entries.append(Entry(arrival.key, arrival.value, scored, plan, changed, rows))
         if batch.tiers.tiers == 1:
             evict(batch, layers, entries)
-        together = max(1, _TOGETHER // max(1, entries[0].key.shape[:-1].numel()))
+        together = max(1, _STORED_TOGETHER // max(1, entries[0].key.shape[:-1].numel()))
         for i in range(0, len(entries), together):
             some = entries[i : i + together]
             enter(batch, now, slice(first + i, first + i + len(some)), some)
