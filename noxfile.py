@@ -81,7 +81,7 @@ def tests(session: nox.Session, package: str) -> None:
     the package itself, as those of others are in their own sessions, and across packages in all.
     """
     if package == ACROSS:
-        more = ("triton>=3.6", "numpy>=2.0") if sys.platform == "linux" else ()
+        more = ("triton>=3.6",) if sys.platform == "linux" else ()
         groups = ("test", "model", "notebook", "upstream")
         install(session, *editable(PACKAGES, EXAMPLES), *more, groups=groups)
         pytest(session, "tests", *(f"examples/{name}" for name in EXAMPLES))

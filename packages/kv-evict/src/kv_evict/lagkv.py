@@ -9,7 +9,7 @@ from msgspec import Meta
 from torch import Tensor
 
 from kv_evict.rounding import rounded
-from kv_policy import Evictor, LayerView
+from kv_policy import Evictor, LayerView, ascending_order
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class LagKV(Evictor):
         held = (view.position >= 0).sum(-1, keepdim=True) - self.sinks
         spread = _spread(view.keys[:, :, self.sinks :], self.lag)
         spread = spread + _spread(view.values[:, :, self.sinks :], self.lag)
-        order = rounded(spread).argsort(dim=-1, stable=True, descending=True)
+        order = ascending_order(-rounded(spread))
         rank = -order.argsort().flatten(2).float()
         place = torch.arange(rank.shape[2], device=rank.device)
         rank = rank.masked_fill(place >= held - held % self.lag - self.lag, torch.inf)

@@ -27,6 +27,7 @@ from kv_policy import (
     StepView,
     TieredFormats,
     UnknownPolicyError,
+    ascending_order,
     read_formats,
 )
 from kv_policy.installing import install_command
@@ -236,7 +237,7 @@ class LeanKV(Selecting):
         if view.aside is not None:
             total = total + view.aside
         share = score / total[..., None].clamp(min=1e-30)  # of all tokens, window included
-        order = view.score.masked_fill(~here, torch.inf).argsort(dim=-1, stable=True)
+        order = ascending_order(view.score.masked_fill(~here, torch.inf))
         below = share.gather(-1, order).cumsum(-1)
         reached = torch.empty_like(below).scatter_(-1, order, below)
         # Sums equal to a threshold up to rounding, such as the total of 1, have reached it.

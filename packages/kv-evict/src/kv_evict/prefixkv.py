@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kv_evict.layer_budgets import spread
 from kv_evict.snapkv import SnapKV
-from kv_policy import PlanView, best
+from kv_policy import PlanView, ascending, best
 
 _GRID: Final = 2**24  # shares are rounded, so that a batch and a single row give equal results
 
@@ -35,7 +35,7 @@ class PrefixKV(SnapKV):
         """Distribute the budget over layers."""
         average = (view.budget - self.window).clamp(min=0)
         older = (view.position >= 0) & view.score.isfinite()
-        score = view.score.double().masked_fill(~older, 0).sort(-1, descending=True).values
+        score = ascending(view.score.double().masked_fill(~older, 0)).flip(-1)
         share = score.cumsum(-1) / score.sum(-1, keepdim=True).clamp(min=1e-30)
         profile = (share.mean(2) * _GRID).round()  # N B L
         most = older.sum(-1).amax(2)

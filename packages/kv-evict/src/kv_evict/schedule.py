@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
-from kv_policy import DROP, FRESH, PlanView, best
+from kv_policy import DROP, FRESH, PlanView, ascending, best
 
 
 class Offers(NamedTuple):
@@ -67,15 +67,15 @@ def offers(
     places, most = score.shape[-1], -(-score.shape[-1] // int(page.min()))
     page = (page[:, None] if page.ndim else page).to(score.device, non_blocking=True)
     count = held.sum(-1)
-    ascending = score.masked_fill(~held, torch.inf).sort(-1).values
+    sorted_scores = ascending(score.masked_fill(~held, torch.inf))
     number = torch.arange(most, device=score.device)
     first = torch.where(count % page == 0, page, count % page)[..., None]
     page = page[..., None]
     last = first + number * page  # tokens evicted once so many pages are free
     tokens = torch.where(number == 0, first, page).expand_as(last)
-    price = ascending.gather(-1, (last - 1).clamp(max=places - 1))
+    price = sorted_scores.gather(-1, (last - 1).clamp(max=places - 1))
     # Evictable tokens next to protected ones free no page: they are evicted last.
-    loose = (ascending.isfinite().sum(-1, keepdim=True) - (last - tokens)).clamp(min=0)
+    loose = (sorted_scores.isfinite().sum(-1, keepdim=True) - (last - tokens)).clamp(min=0)
     price = price.where(loose >= tokens, torch.finfo(price.dtype).max)
     return Offers(price.masked_fill(loose == 0, torch.inf), torch.minimum(tokens, loose))
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kv_evict.layer_budgets import spread
 from kv_evict.snapkv import SnapKV
-from kv_policy import LayerView, PlanView
+from kv_policy import LayerView, PlanView, ascending
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class ZigZagKV(SnapKV):
         """Return the number of tokens with `share` of the window's attention to earlier tokens."""
         assert view.mass is not None  # it is observed
         older = (view.position >= 0) & (view.position < view.length[:, None, None] - self.window)
-        mass = view.mass.double().masked_fill(~older, 0).sort(-1, descending=True).values
+        mass = ascending(view.mass.double().masked_fill(~older, 0)).flip(-1)
         reached = mass.cumsum(-1) < self.share * mass.sum(-1, keepdim=True)
         return (reached.sum(-1) + 1).float()
 

@@ -46,9 +46,10 @@ from kv_policy.contract import (
     StepView,
     VectorName,
 )
-from kv_policy.evictor import Evictor, best, protect, whole_tokens
+from kv_policy.evictor import Evictor, protect, whole_tokens
 from kv_policy.folding import FoldsValues
 from kv_policy.lifecycle import Observe, Replan, Replay, Running, RunningMean, RunningSum
+from kv_policy.ordering import ascending, ascending_order, best
 from kv_policy.pages import PagedTokens, PageLayout, TileCounts
 from kv_policy.part import Parameter, Part
 from kv_policy.raw import Raw, RawCodec, Uncompressed
@@ -133,6 +134,8 @@ __all__ = [
     "Uncompressed",
     "UnknownPolicyError",
     "VectorName",
+    "ascending",
+    "ascending_order",
     "best",
     "calibrate_command",
     "complete",

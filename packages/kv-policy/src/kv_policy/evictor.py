@@ -4,25 +4,14 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 import torch
-from jaxtyping import Bool, Float, Float64, Int, UInt8
+from jaxtyping import Float, Float64, Int, UInt8
 from msgspec import Meta
 from torch import Tensor
 
 from kv_policy.budget import Budget
 from kv_policy.contract import DROP, NOBODY, LayerView, PlanView, Step, StepView
+from kv_policy.ordering import best
 from kv_policy.selecting import Selecting
-
-
-def best(score: Float[Tensor, "*S L"], count: Int[Tensor, "*S"]) -> Bool[Tensor, "*S L"]:
-    """Mark the `count` highest scores of each row; the earlier of equal scores wins.
-
-    >>> best(torch.tensor([[1.0, 3.0, 3.0, 2.0]]), torch.tensor([2]))
-    tensor([[False,  True,  True, False]])
-    """
-    order = score.argsort(dim=-1, descending=True, stable=True)
-    rank = torch.empty_like(order)
-    rank.scatter_(-1, order, torch.arange(score.shape[-1], device=score.device).expand_as(order))
-    return rank < count[..., None]
 
 
 def whole_tokens(given: Float64[Tensor, "*S"]) -> Int[Tensor, "*S"]:
