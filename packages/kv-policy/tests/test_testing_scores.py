@@ -35,7 +35,7 @@ class WritesMore(Good):
 
 
 class FirstLayer(Good):
-    """Treats all rows as the first layer's, as if decoding showed one layer at a time."""
+    """Treats all rows as the first layer's, as if a view had one layer."""
 
     def score(self, view: LayerView) -> Tensor:
         return self.protect(view.keys.norm(dim=-1) * (1 + view.layer[0]), view)
@@ -46,6 +46,19 @@ class FirstLayerGrowing(FirstLayer):
 
     decode = "grow"
     observe = Observe(last=4, generated=True)
+
+
+class FirstLayerOfPrompts(FirstLayer):
+    """Likewise; its generated tokens are not scored."""
+
+    decode = "grow"
+
+
+class FirstLayerGauged(Good):
+    """Likewise, in the numbers of its heads alone."""
+
+    def head_stats(self, view: LayerView) -> Tensor:
+        return (1.0 + view.layer[0]).expand(view.position.shape[:2])
 
 
 class ByLayer(Good):
@@ -299,8 +312,10 @@ def test_a_sum_is_divided_by_1_or_more(over: int) -> None:
         (Impure, "score differs on a second call"),
         (Writes, "score changed the view's score"),
         (WritesMore, "score changed the view's squares"),
-        (FirstLayer, "score of a view of several layers differs from the scores of each layer"),
-        (FirstLayerGrowing, "score of a view of several layers differs from the scores of each"),
+        (FirstLayer, "score of a view of several layers differs from that of each layer alone"),
+        (FirstLayerGrowing, "score of a view of several layers differs from that of each layer"),
+        (FirstLayerOfPrompts, "score of a view of several layers differs from that of each layer"),
+        (FirstLayerGauged, "head_stats of a view of several layers differs from that of each"),
         (Flat, "score returns torch.float32 of shape"),
         (Nan, "score is NaN for a token"),
         (Sized, "score is NaN for a token"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kv_policy import KVPolicy, compose, parse
+from kv_policy import KVPolicy, LayerView, compose, parse
 from kv_runtime.cache import PolicyCache
 from kv_runtime.retain import selected
 from tiered_policies import POLICIES, SHAPE, Turned
@@ -58,3 +58,40 @@ def test_layers_that_enter_pages_together_are_as_those_alone(
         for part, x in found.items():
             close = {"equal_nan": True, "rtol": 1e-4, "atol": 1e-5}
             torch.testing.assert_close(x, wanted[part], **close, msg=f"{name}: {part} differs")
+
+
+@pytest.mark.parametrize(
+    ("spec", "waits"),
+    [
+        ("kv-compress:budget=12,floor=8,window=4,recent=4", True),
+        ("prefixkv:budget=12,window=4", True),
+        ("snapkv:budget=12,window=4", False),  # its layers are planned one by one
+        ("cake:budget=12,window=4", True),
+    ],
+)
+def test_prompts_of_all_layers_are_scored_in_one_call_if_they_wait(
+    spec: str, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, asked = parse(f"{spec}+k8v4:window=3"), []
+    assert policy.selector is not None
+    kind = type(policy.selector)
+    score = kind.score
+
+    def noted(me: object, view: LayerView) -> Tensor:
+        asked.append((int(view.length[0]), view.layer.unique().tolist()))
+        return score(me, view)
+
+    def scored(together: int) -> tuple[dict[str, Tensor], list[list[int]]]:
+        asked.clear()
+        monkeypatch.setattr(selected, "_TOGETHER", together)
+        found = states(policy, 1 << 16, monkeypatch)
+        return found, [layers for length, layers in asked if length == ENDS[-1]]
+
+    monkeypatch.setattr(kind, "score", noted)
+    every = [*range(SHAPE.layers)]
+    wanted, alone = scored(1)
+    found, all_layers = scored(1 << 18)
+    assert alone == [[layer] for layer in every]
+    assert all_layers == ([every] if waits else alone)
+    for part, x in found.items():
+        torch.testing.assert_close(x, wanted[part], rtol=0, atol=0, equal_nan=True)

@@ -56,7 +56,7 @@ class Queries:
 
 @dataclass(frozen=True, slots=True)
 class LayerView:
-    """One layer's tokens as a selector scores them.
+    """Tokens of one layer or several as a selector scores them.
 
     After a prompt or a prefill chunk the view holds all tokens, stored and fresh, ordered by
     position within each head; heads with fewer tokens are padded at the end (position -1). In
@@ -64,9 +64,9 @@ class LayerView:
     tokens are in slot order, unsorted and with empty slots between them, so a method that uses
     neighbouring tokens must use `position`. Mass, keys and values are zero in empty slots.
 
-    In decoding the view may cover several layers: B then enumerates the sequences of each layer,
-    layer after layer, and `layer` holds the layer of each row; rows are scored independently. If
-    the policy reads queries the view covers one layer, whose rotary embedding is `rope`.
+    The view may cover several layers: B then enumerates the sequences of each layer, layer after
+    layer, and `layer` holds the layer of each row; rows are scored independently. If the policy
+    reads queries the view covers one layer, whose rotary embedding is `rope`.
 
     A selector with `scores_once` sees only the new tokens, in any pass, with keys and values as the
     model computes them, in its dtype; other selectors see float32. `shape` is the model's. Tokens

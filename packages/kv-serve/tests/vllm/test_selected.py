@@ -22,7 +22,7 @@ POLICIES = (
     "snapkv:budget=128+k8v4",
     "k4v4:keys=channel,block=32,window=32",
 )
-EQUAL = 8  # of 16 tokens, at least: after the first difference all others may differ
+NEAR = 0.25  # to the largest logit, in bfloat16, in which those of 16 differ by 0.125
 
 
 def free_blocks(engine: "LLM") -> tuple[int, int]:
@@ -64,14 +64,14 @@ def test_natural_text_goes_on_as_in_transformers(
     import torch
 
     from kv_eval.tasks import default_text
-    from transformed import by_transformers
+    from transformed import logits_by_transformers
 
     policy = engine.llm_engine.vllm_config.additional_config["kv_policy"]
     ids = engine.get_tokenizer().encode(default_text().body)
     prompts = [ids[:300]]
-    wanted = by_transformers(smollm2, policy, prompts, 16, torch.bfloat16)
-    found = greedy(engine, prompts, 16)
-    equal = sum(
-        a == b for x, y in zip(found, wanted, strict=True) for a, b in zip(x, y, strict=True)
-    )
-    assert equal >= EQUAL
+    [logits] = logits_by_transformers(smollm2, policy, prompts, 16, torch.bfloat16)
+    [found] = greedy(engine, prompts, 16)
+    # After the first difference all others may differ.
+    equal = (torch.tensor(found) == logits.argmax(-1)).long().cumprod(0).sum()
+    for token, each in zip(found[: equal + 1], logits.float(), strict=False):
+        assert each.max() - each[token] <= NEAR

@@ -38,6 +38,10 @@ from kv_policy.testing.views import (
 )
 
 _EVERY = slice(0, None)
+_STACKED = (
+    "of a view of several layers differs from that of each layer alone; the layer of a row is "
+    "layer[row]"
+)
 
 
 def check_selector(of: Selector, able: Capabilities, shape: CacheShape) -> None:
@@ -210,7 +214,13 @@ def _gauges(selector: CompleteSelector, tokens: DrawnTokens) -> Float[Tensor, "N
             f"floats of shape {tuple(lead)}",
         )
         found.append(head_stats)
-    return torch.stack(found).float()
+    each = torch.stack(found).float()
+    if "queries" not in selector.reads:
+        stacked = works("head_stats failed", selector.head_stats, tokens.stacked())
+        assert stacked is not None  # a layer has them
+        close = torch.isclose(stacked.float().view_as(each), each, rtol=1e-4, atol=1e-6)
+        law(bool(close.all()), f"head_stats {_STACKED}")
+    return each
 
 
 def _check_scores(
@@ -231,6 +241,13 @@ def _check_scores(
         there = part.position >= 0
         close = torch.isclose(_scores(selector, part), pick(score), rtol=1e-4, atol=1e-6)
         law(bool(close[there].all()), f"scores {sentence}")
+    if "queries" not in selector.reads:  # with them a host scores one layer at a time
+        stacked = _layer_score(selector, tokens.stacked()).view_as(score)
+        there = tokens.position >= 0
+        law(
+            bool(torch.isclose(stacked, score, rtol=1e-4, atol=1e-6)[there].all()),
+            f"score {_STACKED}",
+        )
     return score
 
 
@@ -256,15 +273,6 @@ def _check_arriving(selector: CompleteSelector, able: Capabilities, tokens: Draw
     )
     if selector.scores_once:
         _check_scored_once(selector, tokens, score)
-    if "queries" in selector.reads:
-        return  # a host then scores one layer at a time
-    stacked = _layer_score(selector, tokens.stacked()).view_as(score)
-    there = tokens.position >= 0
-    law(
-        bool(torch.isclose(stacked, score, rtol=1e-4, atol=1e-6)[there].all()),
-        "score of a view of several layers differs from the scores of each layer alone; in "
-        "decoding the layer of a row is layer[row]",
-    )
 
 
 def _check_scored_once(

@@ -75,6 +75,7 @@ class DrawnTokens:
             mass=rows(self.mass),
             seen=rows(self.seen),
             also={name: sums.flatten(0, 1) for name, sums in self.also.items()},
+            replayed=rows(self.replayed),
             generated=self.generated,
             keys=rows(self.keys),
             values=rows(self.values),

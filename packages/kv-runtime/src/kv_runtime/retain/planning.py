@@ -103,7 +103,13 @@ class Scored:
         """Return some rows."""
         order = None if self.order is None else self.order[rows]
         groups = tuple(group.of(rows, vectors=True) for group in self.groups)
-        return Scored(groups, order, self.position[rows], self.score[rows])
+        stats = None if self.head_stats is None else self.head_stats[rows]
+        return Scored(groups, order, self.position[rows], self.score[rows], stats)
+
+    def by_layer(self, layers: int) -> list["Scored"]:
+        """Split rows that are grouped by layer."""
+        each = len(self.position) // layers
+        return [self.of(slice(i * each, (i + 1) * each)) for i in range(layers)]
 
     def joined(self, parts: list[Tensor]) -> Tensor:
         """Concatenate what each group has of its tokens, in this order."""
@@ -141,7 +147,7 @@ def score_layers(
 
     Args:
         selector: the selector.
-        layers: the layers; a single one in a prompt.
+        layers: the layers; a single one in a prompt whose vectors are read.
         shape: the shape of the cache.
         groups: the tokens of these layers.
         now: the pass, over these layers.

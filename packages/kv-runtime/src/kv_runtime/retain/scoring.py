@@ -82,7 +82,7 @@ def score(
         fresh = fresh_group(batch, over, key, value, selector.reads, *_observed_last(results))
         return score_layers(*what, [fresh], over, queries)
     groups = layer_groups(batch, over, layers, key, value, selector.reads, results)
-    replayed = observed[0].replayed  # prompts are scored one layer at a time
+    replayed = observed[0].replayed  # with a replay prompts are scored one layer at a time
     scored = score_layers(*what, groups, over, queries, replayed)
     _note(batch, over, layers, scored)
     return scored

@@ -45,6 +45,10 @@ class _Arrival:
     value: Float[Tensor, "B H L Dv"]
     scored: Scored | None = None
 
+    def scored_as(self, scored: Scored) -> "_Arrival":
+        """Return the tokens with their scores."""
+        return replace(self, scored=scored)
+
 
 class KeepSelected:
     """Keeps the tokens chosen by a selector, within each sequence's budget."""
@@ -82,6 +86,7 @@ class KeepSelected:
         self._unobserved = False  # nothing is observed in this pass, which has prompts alone
         self._stepped: tuple[int, ...] | None = ()  # decoding sequences of this pass; None: all
         self._waiting: list[_Arrival] = []  # prefill
+        self._unmet: list[tuple[_Arrival, Observed]] = []  # prefill that is scored with all layers
         self._unread: list[tuple[_Arrival, Observed]] = []  # prefill, until its replay
         self._later: list[tuple[Tensor, Tensor]] = []  # prefill that a later pass scores
         self._decided: list[tuple[_Arrival, _Plan]] = []  # planned prefill that is not stored yet
@@ -193,7 +198,30 @@ class KeepSelected:
         if self.selector.replay is not None:
             self._unread.append((arrival, observed))
             return
-        self._arrive(batch, now, layer, arrival, observed)
+        if self._scores_together:
+            self._unmet.append((arrival, observed))
+        else:
+            self._arrive(batch, now, layer, arrival, observed)
+
+    @property
+    def _scores_together(self) -> bool:
+        """Whether layers of prompts are scored in one call: they wait for each other anyway."""
+        selector = self.selector
+        alone = selector.reads or selector.scores_once or selector.replay is not None
+        return selector.scope == "model" and not alone
+
+    def _score_together(self, batch: Batch, now: Pass) -> None:
+        """Score the prompts of all layers, some layers at a time."""
+        unmet, self._unmet = self._unmet, []
+        if not unmet:
+            return
+        some = max(1, _TOGETHER // max(1, unmet[0][1].tokens))
+        for first in range(0, len(unmet), some):
+            arrivals, observed = zip(*unmet[first : first + some], strict=True)
+            scored = score(self.selector, batch, now, first, observed, self.shape)
+            self._wrong += () if scored.wrong is None else (scored.wrong,)
+            each = scored.by_layer(len(arrivals))
+            self._waiting += map(_Arrival.scored_as, arrivals, each)
 
     def _store_unscored(
         self,
@@ -226,7 +254,7 @@ class KeepSelected:
         """Score a layer's prompts; plan them now, or with all layers at the end of the pass."""
         scored = score(self.selector, batch, now, layer, [observed], self.shape)
         self._wrong += () if scored.wrong is None else (scored.wrong,)
-        arrival = replace(arrival, scored=scored)
+        arrival = arrival.scored_as(scored)
         if self.selector.scope == "layer":
             self._plan_prompts(batch, now, layer, [arrival])
         else:
@@ -239,6 +267,7 @@ class KeepSelected:
             for layer, (arrival, observed) in enumerate(unread):
                 again = replace(observed, replayed=replayed[layer])
                 self._arrive(batch, now, layer, arrival, again)
+            self._score_together(batch, now)
             waiting, self._waiting = self._waiting, []
             wrong, self._wrong = self._wrong, []
             expect_numbers(self.selector, wrong)
