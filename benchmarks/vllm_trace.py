@@ -2,8 +2,8 @@
 """A trace of a real service, replayed on a stock vLLM: its own caches and ours in the same bytes.
 
 Lengths and times are of a Mooncake trace (Qin et al., 2024, arXiv:2407.00079), whose file is given
-with --trace; none of it is part of this repository. Two cores are slow, so SmolLM2-135M answers,
-prompts are scaled to an eighth and answers to a half, and the times so that requests come at nine
+with --trace; none of it is part of this repository. Two cores are slow, and vLLM's server computes
+on one of them and reserves the other, so SmolLM2-135M answers, prompts are scaled to an eighth and answers to a half, and the times so that requests come at nine
 tenths of the rate at which stock bf16 answers when all of them are there at once. The trace's clock
 ticks every three seconds of its own time, and what has the same tick comes together.
 Text is real; prefixes that the trace shares are not replayed. A first token counts from the
@@ -19,15 +19,15 @@ from statistics import quantiles
 from _arguments import count
 from _vllm_engine import Room
 from _vllm_load import raw_token_bytes, text_ids
-from _vllm_process import THREADS, Row, Rows, alternating, apart
+from _vllm_process import Row, Rows, alternating, apart
 from _vllm_trace import Answered, Arrival, Scale, asks_of, at_rate, read_trace, replayed
 from _vllm_ways import BF16, FP8, arguments, figure, with_basis
 
 POLICIES = ("kv-compress:rate=4+k8v4", "k8v4")
 HELD = 6144  # tokens of stock in the same bytes: three or four requests
 LOAD = 0.9  # of what stock can answer
-# As users run it: the engine beside the server.
-SERVER = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", **THREADS}
+# As users run it: the engine beside the server, which binds its own threads.
+SERVER = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 FIGURES = ("ttft_p99", "tbt_p99", "goodput")
 
 

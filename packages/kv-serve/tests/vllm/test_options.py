@@ -1,5 +1,6 @@
 """The options of vLLM's server that a policy sets, and those it leaves unchanged."""
 
+import os
 from argparse import Namespace
 
 import pytest
@@ -144,6 +145,9 @@ class Gpu:
     def is_cuda(self) -> bool:
         return True
 
+    def is_cpu(self) -> bool:
+        return False
+
 
 def test_on_a_gpu_our_backend_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     from kv_serve.vllm import server
@@ -155,6 +159,52 @@ def test_on_a_gpu_our_backend_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None
     assert applied(None).attention_backend is None
     with pytest.raises(ValueError, match="--attention-backend is FLASH_ATTN, but a policy needs"):
         applied("k8v4", "--attention-backend", "FLASH_ATTN")
+
+
+@pytest.mark.parametrize(
+    ("policy", "arguments", "mine", "reserved"),
+    [
+        (SELECTED, (), None, "1"),
+        (SELECTED, ("--tensor-parallel-size", "2"), None, "2"),
+        (SELECTED, (), "3", "3"),  # the user's
+        ("k8v4", (), None, None),  # it has no connector
+    ],
+)
+def test_no_core_is_reserved_for_our_connector(
+    monkeypatch: pytest.MonkeyPatch,
+    policy: str,
+    arguments: tuple[str, ...],
+    mine: str | None,
+    reserved: str | None,
+) -> None:
+    from kv_serve.vllm.server import RESERVED
+
+    monkeypatch.setenv(RESERVED, "undone after the test")
+    if mine is None:
+        monkeypatch.delenv(RESERVED)
+    else:
+        monkeypatch.setenv(RESERVED, mine)
+    applied(policy, *arguments)
+    assert os.environ.get(RESERVED) == reserved
+
+
+@pytest.mark.model
+def test_our_connector_leaves_as_many_cores_as_vllm_has_without_one(
+    monkeypatch: pytest.MonkeyPatch, smollm2: str
+) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.ompmultiprocessing import OMPProcessManager
+
+    from kv_serve.vllm.server import RESERVED, apply_policy, read
+
+    monkeypatch.setenv(RESERVED, "undone after the test")
+    monkeypatch.delenv(RESERVED)
+    given = read([smollm2])
+    given.model = given.model_tag  # as the command does
+    alone = OMPProcessManager(EngineArgs.from_cli_args(given).create_engine_config())
+    apply_policy(given, SELECTED)
+    ours = OMPProcessManager(EngineArgs.from_cli_args(given).create_engine_config())
+    assert ours.reserve_cpu_num == alone.reserve_cpu_num
 
 
 def test_errors_of_vllms_own_options_come_through(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,9 @@
 """vLLM's own server, with the options that a policy needs."""
 
+import os
 from argparse import Namespace
 from collections.abc import Sequence
+from typing import Final
 
 from vllm import envs
 from vllm.entrypoints.cli.serve import ServeSubcommand
@@ -18,6 +20,8 @@ from kv_serve.vllm.config import check_settings, is_plain
 from kv_serve.vllm.names import BACKEND, DOCUMENTS, KEY, TURNS
 
 logger = init_logger("vllm.kv_serve")
+
+RESERVED: Final = "VLLM_CPU_NUM_OF_RESERVED_CPU"  # cores on which no worker computes
 
 
 def read(arguments: Sequence[str]) -> Namespace:
@@ -118,6 +122,22 @@ def _choose_storage(given: Namespace, policy: KVPolicy) -> None:
         return
     if asked is None:
         given.kv_transfer_config = connector()
+    if current_platform.is_cpu():
+        _keep_cores(given.tensor_parallel_size)
+
+
+def _keep_cores(ranks: int) -> None:
+    """Let vLLM reserve a core for each rank, as it does without a KV connector.
+
+    With any connector it reserves one more, for threads that copy, of which ours has none.
+    """
+    if RESERVED not in os.environ:
+        os.environ[RESERVED] = str(ranks)
+        logger.info(
+            "%s is set to %d, as this KV connector needs no core; vLLM warns that it is low",
+            RESERVED,
+            ranks,
+        )
 
 
 def _choose_backend(given: Namespace) -> None:
