@@ -3,12 +3,13 @@
 
 Lengths and times are of a Mooncake trace (Qin et al., 2024, arXiv:2407.00079), whose file is given
 with --trace; none of it is part of this repository. Two cores are slow, and vLLM's server computes
-on one of them and reserves the other, so SmolLM2-135M answers, prompts are scaled to an eighth and answers to a half, and the times so that requests come at nine
-tenths of the rate at which stock bf16 answers when all of them are there at once. The trace's clock
-ticks every three seconds of its own time, and what has the same tick comes together.
-Text is real; prefixes that the trace shares are not replayed. A first token counts from the
-arrival, waiting included. Goodput counts requests that got their first token and the mean time
-between tokens within the targets, per second from the first arrival to the last token.
+on one of them and reserves the other, so SmolLM2-135M answers, prompts are scaled to an eighth and
+answers to a half, and the times so that requests come at nine tenths of the rate at which stock
+bf16 answers when all of them are there at once. The trace's clock ticks every three seconds of its
+own time, and what has the same tick comes together. Text is real; prefixes that the trace shares
+are not replayed. A first token counts from the arrival, waiting included. Goodput counts requests
+that got their first token and the mean time between tokens within the targets, per second from the
+first arrival to the last token.
 """
 
 from dataclasses import dataclass
