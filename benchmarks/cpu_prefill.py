@@ -6,7 +6,7 @@ One layer of SmolLM2-135M, 9 query heads over 3 KV heads of 64 dimensions, and o
 tokens that are stored in pages in random order. `sdpa_bf16` is torch's fused kernel over plain
 tokens. A row is the median over rounds in which all variants take turns; a ratio is the median over
 rounds of vLLM's seconds over the variant's. Seconds of one thread are its processor time, of two
-threads the wall's.
+threads the wall's. On a processor with AMX the result is `cpu_prefill_amx`.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from rich.console import Console
 from torch import Tensor
 
 from kv_attention import DenseTokens, attend
-from kv_cpu import chosen
+from kv_cpu import chosen, runnable
 from kv_policy import PagedTokens
 
 SMALL = Heads(query=9, kv=3, dim=64)
@@ -157,7 +157,8 @@ def main() -> None:
     }
     for name, value in summary.items():
         print(f"{name:30} {value:.4f}")
-    _result.write("cpu_prefill", summary, found, quick=arguments.quick)
+    name = "cpu_prefill_amx" if "amx" in runnable() else "cpu_prefill"
+    _result.write(name, summary, found, quick=arguments.quick)
 
 
 if __name__ == "__main__":

@@ -247,6 +247,7 @@ WRITERS: Final = {
     "cpu_isa": only_figures,
     "cpu_isa_amx": only_figures,
     "cpu_prefill": cpu_prefill,
+    "cpu_prefill_amx": cpu_prefill,
     "cpu_scores": cpu_scores,
     "cpu_store": only_figures,
     "decode_before": only_figures,

@@ -106,7 +106,8 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
         *("kv_compress_cost", "leankv_overhead", "zack_speed", "zack_folded", "layout"),
     ),
     "Native code on CPUs": (
-        *("cpu_decode", "cpu_decode_amx", "cpu_prefill", "cpu_scores", "cpu_store", "cpu_isa"),
+        *("cpu_decode", "cpu_decode_amx", "cpu_prefill", "cpu_prefill_amx"),
+        *("cpu_scores", "cpu_store", "cpu_isa"),
         *("cpu_isa_amx", "quest_speed"),
     ),
     "Models and GPUs": ("models", "gpu_static", "triton_compile"),
