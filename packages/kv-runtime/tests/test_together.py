@@ -1,5 +1,6 @@
 """Layers of prompts that enter pages together hold what each holds alone, but for rounding."""
 
+import weakref
 from itertools import pairwise
 
 import pytest
@@ -95,3 +96,17 @@ def test_prompts_of_all_layers_are_scored_in_one_call_if_they_wait(
     assert all_layers == ([every] if waits else alone)
     for part, x in found.items():
         torch.testing.assert_close(x, wanted[part], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "spec", ["kv-compress:budget=12,floor=8,window=4,recent=4", "snapkv:budget=12,window=4"]
+)
+def test_outputs_of_attention_are_free_before_the_next_layer(spec: str) -> None:
+    cache = PolicyCache(parse(f"{spec}+k8v4"), SHAPE)
+    cache.begin(torch.ones(2, 30, dtype=torch.bool), prompt=True)
+    for layer in range(SHAPE.layers):
+        query = torch.randn(2, SHAPE.kv_heads, SHAPE.group, 30, SHAPE.key_dim)
+        key = torch.randn(2, SHAPE.kv_heads, 30, SHAPE.key_dim)
+        value = torch.randn(2, SHAPE.kv_heads, 30, SHAPE.value_dim)
+        out = weakref.ref(cache.attend(layer, query, key, value, 0.4))
+        assert out() is None

@@ -28,6 +28,13 @@ class Observed:
     stored: tuple[Float[Tensor, "B Hs L Ds"], Float[Tensor, "B Hs L Dt"]] | None = None
 
     @property
+    def kept(self) -> "Observed":
+        """What scoring reads after later layers, without the output of attention."""
+        out = self.result.out
+        none = out.new_empty((*out.shape[:3], 0, out.shape[4]))
+        return replace(self, result=replace(self.result, out=none, others=()))
+
+    @property
     def tokens(self) -> int:
         """Observed tokens, over all sequences and heads."""
         return sum(mass.numel() for mass in self.result.mass)

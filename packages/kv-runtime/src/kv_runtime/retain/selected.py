@@ -196,10 +196,10 @@ class KeepSelected:
             return
         arrival = _Arrival(key, value)
         if self.selector.replay is not None:
-            self._unread.append((arrival, observed))
+            self._unread.append((arrival, observed.kept))
             return
         if self._scores_together:
-            self._unmet.append((arrival, observed))
+            self._unmet.append((arrival, observed.kept))
         else:
             self._arrive(batch, now, layer, arrival, observed)
 
