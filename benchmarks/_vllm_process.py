@@ -115,7 +115,7 @@ class Rows:
             self.records.remove()
 
 
-def alternating(names: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
+def alternating(names: Sequence[T], rounds: int) -> Iterator[tuple[int, T]]:
     """All names in each round, every second one backwards, so that a drift hits all alike."""
     for i in range(rounds):
         yield from ((i, name) for name in (names if i % 2 == 0 else names[::-1]))

@@ -10,9 +10,12 @@ own time, and what has the same tick comes together. Text is real; prefixes that
 are not replayed. A first token counts from the arrival, waiting included. Goodput counts requests
 that got their first token and the mean time between tokens within the targets, per second from the
 first arrival to the last token.
+
+Steps have at most 512 tokens, so that a prompt does not delay the tokens of others for long. With
+fewer, others wait less and prompts longer: stock bf16 and the policies are replayed with 384, too.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import quantiles
@@ -27,6 +30,7 @@ from _vllm_ways import BF16, FP8, arguments, figure, with_basis
 POLICIES = ("kv-compress:rate=4+k8v4", "k8v4")
 HELD = 6144  # tokens of stock in the same bytes: three or four requests
 LOAD = 0.9  # of what stock can answer
+CHUNK, FEWER = 512, 384  # tokens of a step
 # As users run it: the engine beside the server, which binds its own threads.
 SERVER = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 FIGURES = ("ttft_p99", "tbt_p99", "goodput")
@@ -73,43 +77,47 @@ def measure(
     minutes: float | None = None,
 ) -> Rows:
     """Find the rate that stock can answer, and replay the trace at a part of it under all."""
-    ways = (BF16, *(() if quick else (FP8,)), *with_basis(policies, basis))
+    own = with_basis(policies, basis)
+    cells = [(way, CHUNK) for way in (BF16, *(() if quick else (FP8,)), *own)]
+    cells += [(way, FEWER) for way in (() if quick else (BF16, *own))]
     if quick:
         scale, held = Scale(1 / 128, 1 / 64, longest=512, requests=24), 1024
     else:
         scale, held = Scale(), HELD
-    # Short steps, so that a prompt does not hold up the tokens of others for long.
-    room = Room(held * raw_token_bytes(), scale.longest, chunk=512)
+    room = Room(held * raw_token_bytes(), scale.longest, chunk=CHUNK)
     arrivals, left_out = read_trace(trace, scale)
     asks = asks_of(arrivals, text_ids())
-    asked = {"trace": trace.name, "ways": ways, "scale": str(scale), "target": str(target)}
+    asked = {"trace": trace.name, "cells": cells, "scale": str(scale), "target": str(target)}
     rows = Rows("vllm_trace", {**asked, "room": str(room)}, quick=quick, minutes=minutes)
 
-    def replay(way: str, when: list[Arrival]) -> Row:
-        return described(*apart(replayed, way, room, when, asks, environment=SERVER), target)
+    def replay(way: str, chunk: int, when: list[Arrival]) -> Row:
+        short = replace(room, chunk=chunk)
+        return described(*apart(replayed, way, short, when, asks, environment=SERVER), target)
 
     about: Row = {"requests": len(asks), "left_out": left_out, "kv_bytes": room.kv_bytes}
     at_once = [Arrival(0.0, each.prompt, each.answer) for each in arrivals]
-    most = rows.measured({"kind": "at once", "way": BF16, **about}, partial(replay, BF16, at_once))
+    first = partial(replay, BF16, CHUNK, at_once)
+    most = rows.measured({"kind": "at once", "way": BF16, "chunk": CHUNK, **about}, first)
     rate = LOAD * len(asks) / float(str(most["seconds"]))
     about |= {"rate": rate, "target_ttft": target.ttft, "target_tbt": target.between}
-    for i, way in alternating(ways, rounds):
-        key = {"kind": "trace", "way": figure(way), "round": i, **about}
-        rows.measured(key, partial(replay, way, at_rate(arrivals, rate)))
+    for i, (way, chunk) in alternating(cells, rounds):
+        key = {"kind": "trace", "way": figure(way), "chunk": chunk, "round": i, **about}
+        rows.measured(key, partial(replay, way, chunk, at_rate(arrivals, rate)))
     return rows
 
 
 def figures(rows: list[Row], first: str) -> dict[str, float]:
-    """Means over rounds, over those of stock; of all but the first policy with its name."""
-    means: dict[str, dict[str, float]] = {}
+    """Means over rounds, over those of stock with `CHUNK` tokens; the first policy has no name."""
+    means: dict[tuple[object, object], dict[str, float]] = {}
     for row in (row for row in rows if row["kind"] == "trace"):
-        mine = means.setdefault(str(row["way"]), dict.fromkeys(FIGURES, 0.0))
+        mine = means.setdefault((row["way"], row["chunk"]), dict.fromkeys(FIGURES, 0.0))
         for name in FIGURES:
             mine[name] += float(str(row[name]))
-    stock = means.pop(BF16)
+    stock = means.pop((BF16, CHUNK))
     found = {}
-    for way, mine in means.items():
+    for (way, chunk), mine in means.items():
         label = "" if way == first else f"_{way}"
+        label += "" if chunk == CHUNK else f"_chunk_{chunk}"
         for name in FIGURES:
             if stock[name]:  # stock may miss the targets every time; then there is no ratio
                 found[f"{name}{label}_vs_bf16"] = mine[name] / stock[name]

@@ -266,19 +266,25 @@ def vllm_gate(result: Row, said: Said) -> Iterator[str]:
 def vllm_trace(result: Row, said: Said) -> Iterator[str]:
     """Yield how requests of a trace were served."""
     yield markdown.figures(result, said)
+    cells: dict[tuple[str, int], list[Row]] = {}
+    for row in result["rows"]:
+        if row["kind"] == "trace":
+            cells.setdefault((row["way"], row["chunk"]), []).append(row)
     lines = (
         (
             cache(way),
+            str(chunk),
             *(f"{every(rounds, f'ttft_{p}', '.1f')} s" for p in ("p50", "p99")),
             *(f"{every(rounds, f'tbt_{p}', '.0f', scale=1000)} ms" for p in ("p50", "p99")),
             f"{every(rounds, 'good_requests', 'd')} of {rounds[0]['requests']}",
             every(rounds, "goodput", ".3f"),
             f"{every(rounds, 'output_tokens_per_s', '.1f')} tokens/s",
         )
-        for way, rounds in by_way(result["rows"], "trace").items()
+        for (way, chunk), rounds in cells.items()
     )
     waits = ("first token, p50", "p99", "between tokens, p50", "p99")
-    yield table(("cache", *waits, "within targets", "a second", "output"), lines)
+    columns = ("cache", "tokens of a step", *waits, "within targets", "a second", "output")
+    yield table(columns, lines)
 
 
 def vllm_prefill(result: Row, said: Said) -> Iterator[str]:
