@@ -1,9 +1,10 @@
 """Decoding and reading prompts with SmolLM2 on a CPU: compressed caches beside transformers' own.
 
 Rows of kind `decode` are steps of one token a sequence over caches that hold the same text, all
-caches taking turns; sequences of a batch are copies in memory of their own. Rows of kind `prompt`
-are passes over a prompt stored as k8v4, of which attention observes nothing, or what a policy
-would ask for. Seconds are wall time on all cores; a ratio is the median over rounds.
+caches taking turns; every sequence of a batch has read it, so that none shares pages with another.
+Rows of kind `prompt` are passes over a prompt stored as k8v4, of which attention observes nothing,
+or what a policy would ask for. Seconds are wall time on all cores; a ratio is the median over
+rounds.
 """
 
 import argparse
@@ -38,12 +39,11 @@ class Decoding:
     def __init__(
         self, loaded: LoadedModel, spec: str, prompt: Int[Tensor, "1 L"], batch: int
     ) -> None:
-        """Read the prompt once, and copy what is held for every sequence of the batch."""
+        """Read the prompt for every sequence of the batch."""
         self.model, self.cache = loaded.model, make_cache(loaded.model, spec)
-        logits = read(loaded.model, self.cache, prompt)
-        self.cache.batch_repeat_interleave(batch)
+        logits = read(loaded.model, self.cache, prompt.expand(batch, -1))
         self.bytes = held(self.cache).kv_bytes
-        self.token = logits.argmax(-1).expand(batch)[:, None]
+        self.token = logits.argmax(-1)[:, None]
 
     def step(self) -> None:
         """Decode a token of each sequence."""

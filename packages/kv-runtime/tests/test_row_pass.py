@@ -16,10 +16,12 @@ POLICIES = ["raw", "h2o:budget=90", "leankv:window=5", "snapkv:budget=9,window=4
 QUERIES = SHAPE.kv_heads * SHAPE.group
 
 
-def fixed(policy: str, *, grows: bool = False) -> PolicyCache:
-    """Give a cache over a pool that does not grow, unless asked."""
+def made(policy: str, *, grows: bool = False, own: bool = False) -> PolicyCache:
+    """Give a cache over a pool that does not grow, unless asked, or with one of its own."""
     need("cpu")
     read = parse(policy)
+    if own:
+        return PolicyCache(read, SHAPE, page_tokens=PAGE_TOKENS, backend="cpu")
     nbytes = Layout.of(read, SHAPE, None, PAGE_TOKENS, pooled=True).page_bytes
     pool = PagePool(nbytes, 400, grows=grows, poison=True)
     return PolicyCache(read, SHAPE, page_tokens=PAGE_TOKENS, pool=pool, backend="cpu")
@@ -28,8 +30,8 @@ def fixed(policy: str, *, grows: bool = False) -> PolicyCache:
 class Pair:
     """A cache that decodes in rows, and one that takes layer by layer, given the same tokens."""
 
-    def __init__(self, policy: str, *, grows: bool = False) -> None:
-        self.rows, self.plain = (fixed(policy, grows=grows) for _ in range(2))
+    def __init__(self, policy: str, *, grows: bool = False, own: bool = False) -> None:
+        self.rows, self.plain = (made(policy, grows=grows, own=own) for _ in range(2))
         self.in_rows, self.plain._decode_rows = self.rows._decode_rows, None
         self.g = torch.Generator().manual_seed(7)
 
@@ -99,6 +101,21 @@ def test_a_pool_that_grows_is_not_held_by_an_earlier_pass(policy: str) -> None:
         pair.run(1)
         assert pair.rows._last_rows.source is None
     pair.expect_same_tokens()
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "leankv:window=4", "k8v4:window=5"])
+@pytest.mark.parametrize("prompt", [2, 11])
+def test_a_window_outside_the_pool_is_read_in_rows_too(policy: str, prompt: int) -> None:
+    pair = Pair(policy, own=True)
+    pair.run(prompt)
+    for sequences, order in ((2, [1, 1, 0]), (3, [2])):
+        for _ in range(9):
+            pair.run(1, sequences)
+            assert pair.rows._last_rows is not None
+            assert pair.rows._last_rows.together
+        pair.expect_same_tokens()
+        for cache in pair.caches:
+            cache.select(torch.tensor(order))
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -1,12 +1,14 @@
 """The raw window in pages, next to the one in memory of its own, and batches that share a pool."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kv_paging import PagePool, PoolExhausted, RankGroups
+from kv_paging import BOTH, PagePool, PoolExhausted, RankGroups, torch_kernels
 from kv_policy import CacheShape, RunningMean, RunningSum, compose
 from kv_runtime.batch import Batch
 from kv_runtime.layout import Layout
@@ -38,6 +40,23 @@ def rings(kind: str, pool: PagePool | None, sequences: int, size: int, scores: b
         for n, like in zip(kinds.cells, (SHAPE, SMALL), strict=True)
     ]
     return RaggedWindow(kinds, [made(shape) for shape in shapes])
+
+
+def expect_pages(window: Window) -> None:
+    """Expect that a window in separate memory has the same slots in pages, as attention reads."""
+    for ring in window.members if isinstance(window, RaggedWindow) else (window,):
+        assert isinstance(ring, RawWindow)
+        for layer, each in enumerate(ring.views() or ()):
+            row, length = each.table.reshape(-1, 1, 1), each.length.reshape(-1, 1)
+            scratch = torch.zeros_like(each.data[:1])
+            data = torch.cat((each.data, scratch))
+            rows = replace(each, data=data, table=row, length=length)
+            found = torch_kernels.read(rows, torch.arange(len(row)), ring.size, BOTH)
+            assert torch.equal(found.held.sum(1, keepdim=True), length)
+            wanted = [ring.keys(layer), ring.values(layer)]
+            wanted += [ring.scores_of(slice(layer, layer + 1))[0]] if ring.has_scores else []
+            for mine, theirs in zip((found.key, found.value, found.score), wanted, strict=False):
+                assert torch.equal(mine[found.held], theirs.flatten(0, 1)[found.held])
 
 
 class Pairs:
@@ -161,6 +180,7 @@ class Pairs:
         for raw, paged, seen in self.pairs:
             assert torch.equal(raw.position, paged.position)
             assert raw.has_scores == paged.has_scores == self.scores
+            expect_pages(raw)
             each = sum(store.sequence_pages() for store in paged.stores)
             assert each.tolist() == [self.pages] * len(seen)
             for name in ("keys_of", "values_of", *(["scores_of"] if self.scores else [])):
@@ -208,6 +228,28 @@ def test_both_windows_hold_the_same(
     for _, paged, _ in pairs.pairs:
         paged.release()
     assert pairs.pool.free == pairs.pool.capacity
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("scores", [False, True])
+@pytest.mark.parametrize("size", [1, 5, 8])
+def test_odd_slots_of_every_dtype_are_held_in_pages(
+    dtype: torch.dtype, scores: bool, size: int
+) -> None:
+    shape = replace(SHAPE, key_dim=5, value_dim=4, dtype=dtype)
+    window = RawWindow(shape, 2, size, torch.device("cpu"), scores)
+    lead, g = (shape.layers, 2, shape.kv_heads, 7), torch.Generator().manual_seed(size)
+    key, value = (torch.randn(*lead, d, generator=g).to(dtype) for d in (5, 4))
+    score = torch.rand(lead, generator=g) if scores else None
+    position, total = torch.arange(7).expand(2, 7), torch.full((2,), 7)
+    window.put(slice(None), key, value, position, total, score)
+    window.advance(position, total)
+    expect_pages(window)
+    least = min(7, size)
+    for layer in range(shape.layers):
+        mine = window.in_order(layer)
+        for found, wanted in zip(mine[:2], (key, value), strict=True):
+            assert torch.equal(found[..., -least:, :], wanted[layer][..., -least:, :])
 
 
 def test_windows_that_cannot_join_are_refused() -> None:

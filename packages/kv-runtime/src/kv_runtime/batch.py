@@ -164,7 +164,7 @@ class Batch:
         Valid until the next operation.
 
         Returns:
-            None: the window is not in pages.
+            None: the values of a window are in its keys.
         """
         stores, raw = [store for _, store in self.held_stores], self.held_window
         if isinstance(self.tiers, PerHeadRankTiers):

@@ -73,7 +73,7 @@ def row_groups(
         raw: the window, if it holds tokens.
 
     Returns:
-        None: the window is not in pages.
+        None: the values of a window are in its keys.
     """
     held: list[list[list[PagedTokens]]] = [[] for _ in shapes]  # by kind, store and cell
     for store in stores:

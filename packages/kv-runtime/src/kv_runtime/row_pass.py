@@ -75,8 +75,8 @@ class RowPass:
             selects: whether a layer may read some of its pages, and others more.
 
         Returns:
-            None: it is more than a decode pass of one token a sequence, or the window is not in
-                pages.
+            None: it is more than a decode pass of one token a sequence, or the values of a window
+                are in its keys.
         """
         whole = now.whole
         if whole.is_prefill or len(now.parts) > 1 or whole.position.shape[1] > 1:

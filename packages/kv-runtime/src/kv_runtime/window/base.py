@@ -237,9 +237,9 @@ class RingBuffer(Window):
     step overwrites one slot, and the replaced token moves to the tiers.
     """
 
-    def __init__(self, sequences: int, size: int, device: torch.device) -> None:
+    def __init__(self, sequences: int, size: int, kv_heads: int, device: torch.device) -> None:
         """Start with empty slots."""
-        self._size = size
+        self._size, self._kv_heads = size, kv_heads
         self._hold(torch.full((sequences, size), -1, dtype=torch.long, device=device))
 
     @property
@@ -255,12 +255,13 @@ class RingBuffer(Window):
     def _hold(self, position: Int[Tensor, "B W"]) -> None:
         """Set the positions of the slots; a sequence fills its first slots first."""
         self._position = position
-        self._filled = (position >= 0).sum(1, dtype=torch.int32)
+        filled = (position >= 0).sum(1, keepdim=True, dtype=torch.int32)
+        self._filled = filled.expand(-1, self._kv_heads).contiguous()
         self.forget_tiles()
 
     def _renew(self) -> None:
         """Count the filled slots after positions have changed in place."""
-        self._filled.copy_((self._position >= 0).sum(1, dtype=torch.int32))
+        self._filled.copy_((self._position >= 0).sum(1, keepdim=True, dtype=torch.int32))
         self.forget_tiles()
 
     def branch(self, sequence: int, other: Window) -> None:
@@ -289,14 +290,14 @@ class RingBuffer(Window):
         Valid until the next operation.
         """
 
+    @abstractmethod
     def views(self) -> list[PagedTokens] | None:
-        """Return every layer as `view` does, without tiles; None: slots are not in pages."""
-        return None
+        """Return every layer in pages, without tiles; None: values are in keys."""
 
     @property
+    @abstractmethod
     def read_in_place(self) -> tuple[Tensor, ...]:
         """The tensors that `views` and positions are made of; see `TokenStore.read_in_place`."""
-        return (self.position,)
 
     @property
     @abstractmethod

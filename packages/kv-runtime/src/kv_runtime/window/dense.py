@@ -3,48 +3,66 @@
 from collections.abc import Mapping
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from kv_attention import DenseTokens
 from kv_paging import TokenStore
-from kv_policy import CacheShape
+from kv_policy import CacheShape, PagedTokens, PageLayout, Raw, tier_formats
 from kv_runtime.window.base import ALL, Left, RingBuffer, Window, expect_alike
 
 
 class RawWindow(RingBuffer):
-    """Ring buffers in separate memory; empty slots are zeros."""
+    """Ring buffers in separate memory; empty slots are zeros.
+
+    The slots of a layer, sequence and head are a page of raw tokens, so that attention may read
+    them beside pages of a pool, and update their scores.
+    """
 
     def __init__(
         self, shape: CacheShape, sequences: int, size: int, device: torch.device, scores: bool
     ) -> None:
         """Create empty ring buffers; `scores`: whether each token has a float32 score."""
-        super().__init__(sequences, size, device)
-        lead = (shape.layers, sequences, shape.kv_heads, size)
-        self.key = torch.zeros(*lead, shape.key_dim, dtype=shape.dtype, device=device)
+        super().__init__(sequences, size, shape.kv_heads, device)
+        slots = size + (size % 2 if scores else 0)  # scores begin at a multiple of their 4 bytes
+        self._layout = PageLayout.sized(tier_formats(Raw(), shape)[0], slots, scores)
+        self._shape = shape
+        lead = shape.layers, sequences, shape.kv_heads, self._layout.nbytes
+        self._bind(torch.zeros(lead, dtype=torch.uint8, device=device))
+
+    def _bind(self, pages: UInt8[Tensor, "N B H nbytes"]) -> None:
+        """Set the memory of all slots, of which keys, values and scores are views."""
+
+        def part(offset: int, dim: int, dtype: torch.dtype) -> Float[Tensor, "N B H W D"]:
+            nbytes = self._layout.tokens * dim * dtype.itemsize
+            numbers = pages[..., offset : offset + nbytes].view(dtype)
+            return numbers.unflatten(-1, (self._layout.tokens, dim))[..., : self.size, :]
+
+        shape, layout = self._shape, self._layout
+        self._pages = pages
+        self.key = part(layout.segments[0][0], shape.key_dim, shape.dtype)
         self._value = (  # None: a value is the first dimensions of its key
             None
             if shape.value_in_key
-            else torch.zeros(*lead, shape.value_dim, dtype=shape.dtype, device=device)
+            else part(layout.segments[1][0], shape.value_dim, shape.dtype)
         )
-        self._value_dim = shape.value_dim
-        self.score = torch.zeros(lead, device=device) if scores else None
+        scores = layout.scores
+        self.score = part(layout.score_offset, 1, torch.float32)[..., 0] if scores else None
 
     @property
     def value(self) -> Float[Tensor, "N B H W Dv"]:
         """Values by slot."""
-        return self.key[..., : self._value_dim] if self._value is None else self._value
+        return self.key[..., : self.dims[1]] if self._value is None else self._value
 
     @property
     def nbytes(self) -> int:
         """Bytes of the window."""
-        held = (self.key, self._value, self.position, self.score)
-        return sum(t.numel() * t.element_size() for t in held if t is not None)
+        return self._pages.numel() + self.position.numel() * self.position.itemsize
 
     @property
     def dims(self) -> tuple[int, int]:
         """D and Dv."""
-        return self.key.shape[-1], self._value_dim
+        return self._shape.key_dim, self._shape.value_dim
 
     @property
     def has_scores(self) -> bool:
@@ -60,6 +78,23 @@ class RawWindow(RingBuffer):
         """Return layers for attention, with the heads of all layers concatenated."""
         key, value = (x[layers].movedim(0, 1).flatten(1, 2) for x in (self.key, self.value))
         return DenseTokens(key, value, self.position, full=False)
+
+    def views(self) -> list[PagedTokens] | None:
+        """Return every layer in pages, without tiles; None: values are in keys."""
+        if self._value is None:
+            return None
+        *lead, nbytes = self._pages.shape
+        count, data = self._pages.shape[:3].numel(), self._pages.view(-1, nbytes)
+        table = torch.arange(count, dtype=torch.int32, device=data.device).view(*lead, 1)
+        longest = self.size
+        return [
+            PagedTokens(data, each, self._filled, self._layout, longest=longest) for each in table
+        ]
+
+    @property
+    def read_in_place(self) -> tuple[Tensor, ...]:
+        """The tensors that `views` and positions are made of."""
+        return self._pages, self._filled, self.position
 
     def keys_of(self, layers: slice) -> Float[Tensor, "n B H W D"]:
         """Return the keys of layers, by slot."""
@@ -119,7 +154,7 @@ class RawWindow(RingBuffer):
         row = torch.arange(len(slot), device=slot.device)
         keys, values = self.key[layers], None if self._value is None else self._value[layers]
         out_key = keys[:, row, :, slot]  # B N H D
-        out_value = out_key[..., : self._value_dim] if values is None else values[:, row, :, slot]
+        out_value = out_key[..., : self.dims[1]] if values is None else values[:, row, :, slot]
         left = torch.where(real[:, 0], self.position[row, slot], -1)
         fresh = real[:, :, None, None]
         keys[:, row, :, slot] = torch.where(fresh, key[..., 0, :].transpose(0, 1), out_key)
@@ -150,21 +185,12 @@ class RawWindow(RingBuffer):
         """Let the only sequence of another window have a copy of one."""
         super().branch(sequence, other)
         assert isinstance(other, RawWindow), "both are of one policy"
-        mine = slice(sequence, sequence + 1)
-        other.key = self.key[:, mine].clone()
-        if self._value is not None:
-            other._value = self._value[:, mine].clone()
-        if self.score is not None:
-            other.score = self.score[:, mine].clone()
+        other._bind(self._pages[:, sequence : sequence + 1].clone())
 
     def reorder(self, source: Int[Tensor, " B2"]) -> None:
         """Do all of `select`, as there are no stores."""
-        self.key = self.key[:, source]
-        if self._value is not None:
-            self._value = self._value[:, source]
+        self._bind(self._pages[:, source])
         self._hold(self.position[source])
-        if self.score is not None:
-            self.score = self.score[:, source]
 
     def join(self, other: Window) -> None:
         """Append another window's sequences, which empties it.
@@ -176,12 +202,8 @@ class RawWindow(RingBuffer):
         """
         self.expect_join(other)
         assert isinstance(other, RawWindow)  # checked by expect_join
-        self.key = torch.cat((self.key, other.key), 1)
-        if self._value is not None and other._value is not None:
-            self._value = torch.cat((self._value, other._value), 1)
+        self._bind(torch.cat((self._pages, other._pages), 1))
         self._hold(torch.cat((self.position, other.position)))
-        if self.score is not None and other.score is not None:
-            self.score = torch.cat((self.score, other.score), 1)
         other.release()
 
     def adopt(self, sequence: int, other: Window) -> None:
@@ -192,8 +214,7 @@ class RawWindow(RingBuffer):
         """
         self.expect_join(other)
         assert isinstance(other, RawWindow)  # checked by expect_join
-        for name, x in self.tensors().items():
-            x[:, sequence] = other.tensors()[name][:, 0]
+        self._pages[:, sequence] = other._pages[:, 0]
         self._position[sequence] = other._position[0]
         self._renew()
         other.release()

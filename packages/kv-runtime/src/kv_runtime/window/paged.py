@@ -64,7 +64,7 @@ class PagedWindow(RingBuffer):
         """
         self._tiles: dict[int, TileCounts] = {}  # of all table rows, by heads of a sequence
         self._shape = shape
-        super().__init__(sequences, size, pool.device)
+        super().__init__(sequences, size, shape.kv_heads, pool.device)
         layout = PageLayout.fitted(tier_formats(Raw(), shape)[0], pool.page_bytes, scores)
         self._store = TokenStore(pool, layout, shape.layers, sequences, shape.kv_heads)
         if vacant:
@@ -109,28 +109,19 @@ class PagedWindow(RingBuffer):
         every = self._store.view_layers(layers)
         heads = every.length.shape[1]
         if heads not in self._tiles:
-            length = self._filled[:, None].expand(-1, heads).reshape(1, -1)
+            length = self._filled[:, :1].expand(-1, heads).reshape(1, -1)
             self._tiles[heads] = TileCounts(length)
         tiles = self._tiles[heads]
         return replace(every, length=tiles.length.view_as(every.length), tiles=tiles)
 
     def views(self) -> list[PagedTokens]:
         """Return every layer as `view` does, without tiles."""
-        return [replace(each, length=self._of_heads) for each in self._store.views()]
+        return [replace(each, length=self._filled) for each in self._store.views()]
 
     @property
     def read_in_place(self) -> tuple[Tensor, ...]:
         """The tensors that `views` and positions are made of."""
-        return (*self._store.read_in_place, self._of_heads, self.position)
-
-    def _hold(self, position: Int[Tensor, "B W"]) -> None:
-        super()._hold(position)
-        self._of_heads = self._filled[:, None].expand(-1, self._shape.kv_heads).contiguous()
-        self._filled = self._of_heads[:, 0]
-
-    def _renew(self) -> None:
-        self._of_heads.copy_((self.position >= 0).sum(1, keepdim=True, dtype=torch.int32))
-        self.forget_tiles()
+        return (*self._store.read_in_place, self._filled, self.position)
 
     def forget_tiles(self) -> None:
         """Let the next attention count tiles again."""
