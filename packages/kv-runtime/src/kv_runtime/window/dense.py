@@ -36,7 +36,8 @@ class RawWindow(RingBuffer):
         def part(offset: int, dim: int, dtype: torch.dtype) -> Float[Tensor, "N B H W D"]:
             nbytes = self._layout.tokens * dim * dtype.itemsize
             numbers = pages[..., offset : offset + nbytes].view(dtype)
-            return numbers.unflatten(-1, (self._layout.tokens, dim))[..., : self.size, :]
+            slots: Tensor = numbers.unflatten(-1, (self._layout.tokens, dim))
+            return slots[..., : self.size, :]
 
         shape, layout = self._shape, self._layout
         self._pages = pages
