@@ -105,6 +105,16 @@ def worked_out(name: str) -> Iterator[float]:
                 }
                 prompts = sum(value for key, value in parts.items() if key.endswith("_prompt"))
                 yield prompts / sum(parts.values())
+    if name == "cpu_end_to_end":  # steps of leankv over those of k4v2, of raw over those of k8v4
+        seconds = {
+            (row["spec"], row["batch"], row["tokens"]): row["seconds"]
+            for row in result(name)["rows"]
+            if row["kind"] == "decode"
+        }
+        over = {"leankv:t_high=0.2": "k4v2", "raw": "k8v4"}
+        for (spec, *size), taken in seconds.items():
+            if spec in over:
+                yield taken / seconds[over[spec], *size]
     if name == "peers_times":  # what the ways that are timed hold
         yield from (row["held"] for row in result("peers")["rows"] if row["kind"] == "way")
 
