@@ -31,7 +31,8 @@ from kv_cpu import runnable
 
 LONG = Load("long", 32, (1024, 4096), (1024, 1280))
 QUICK = Load("quick", 6, (128, 256), (24, 32))
-POLICIES = tuple(f"kv-compress:rate={rate},short=true+k8v4" for rate in (2, 4, 6, 8))
+RATES = 2, 4, 6, 8
+POLICIES = (*(f"kv-compress:rate={rate},short=true+k8v4" for rate in RATES), "k8v4", "leankv")
 
 
 def measure(

@@ -86,6 +86,27 @@ def test_requests_see_what_they_would_alone_and_give_all_pages_back(
 
 
 @pytest.mark.parametrize("fixed", [0, 3])
+def test_requests_take_the_order_of_adjacent_rows(fixed: int) -> None:
+    engine = Engine(parse("snapkv:budget=12,window=4+k8v4"), fixed=fixed)
+    alone = {name: engine.alone(name) for name in PROMPTS}
+
+    def step(names: str) -> list[str]:
+        for name, found in engine.step(*names).items():
+            torch.testing.assert_close(found, next(alone[name]), rtol=1e-4, atol=1e-5)
+        return engine.batch.names
+
+    for names in ("abc", "abc", "abc"):
+        step(names)
+    joined = step("abc")
+    # Memory of fixed addresses stays where it is.
+    for names in ("cab", "cab", "bca"):
+        assert step(names) == (joined if fixed else [*names])
+    for names in ("cb", "ac"):  # one of three has no row
+        assert step(names) == (joined if fixed else [*"bca"])
+    assert step("acb") == (joined if fixed else [*"acb"])
+
+
+@pytest.mark.parametrize("fixed", [0, 3])
 def test_a_request_that_is_refused_fails_alone(fixed: int) -> None:
     engine = Engine(parse("k8v4"), fixed=fixed)
     expected = next(engine.alone("a"))

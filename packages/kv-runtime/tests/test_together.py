@@ -62,18 +62,21 @@ def test_layers_that_enter_pages_together_are_as_those_alone(
 
 
 @pytest.mark.parametrize(
-    ("spec", "waits"),
+    ("spec", "together"),
     [
-        ("kv-compress:budget=12,floor=8,window=4,recent=4", True),
-        ("prefixkv:budget=12,window=4", True),
-        ("snapkv:budget=12,window=4", False),  # its layers are planned one by one
-        ("cake:budget=12,window=4", True),
+        ("kv-compress:budget=12,floor=8,window=4,recent=4+k8v4:window=3", True),
+        ("prefixkv:budget=12,window=4+k8v4:window=3", True),
+        ("snapkv:budget=12,window=4+k8v4:window=3", True),  # its layers are planned one by one
+        ("leankv:window=3", True),
+        ("cake:budget=12,window=4+k8v4:window=3", True),
+        ("streaming:budget=12+k8v4:window=3", False),  # nothing is observed
+        ("knorm:budget=12+k8v4:window=3", False),  # keys are read
     ],
 )
-def test_prompts_of_all_layers_are_scored_in_one_call_if_they_wait(
-    spec: str, waits: bool, monkeypatch: pytest.MonkeyPatch
+def test_observed_prompts_of_several_layers_are_scored_in_one_call(
+    spec: str, together: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policy, asked = parse(f"{spec}+k8v4:window=3"), []
+    policy, asked = parse(spec), []
     assert policy.selector is not None
     kind = type(policy.selector)
     score = kind.score
@@ -82,9 +85,9 @@ def test_prompts_of_all_layers_are_scored_in_one_call_if_they_wait(
         asked.append((int(view.length[0]), view.layer.unique().tolist()))
         return score(me, view)
 
-    def scored(together: int) -> tuple[dict[str, Tensor], list[list[int]]]:
+    def scored(tokens: int) -> tuple[dict[str, Tensor], list[list[int]]]:
         asked.clear()
-        monkeypatch.setattr(selected, "_TOGETHER", together)
+        monkeypatch.setattr(selected, "_TOGETHER", tokens)
         found = states(policy, 1 << 16, monkeypatch)
         return found, [layers for length, layers in asked if length == ENDS[-1]]
 
@@ -93,7 +96,7 @@ def test_prompts_of_all_layers_are_scored_in_one_call_if_they_wait(
     wanted, alone = scored(1)
     found, all_layers = scored(1 << 18)
     assert alone == [[layer] for layer in every]
-    assert all_layers == ([every] if waits else alone)
+    assert all_layers == ([every] if together else alone)
     for part, x in found.items():
         torch.testing.assert_close(x, wanted[part], rtol=0, atol=0, equal_nan=True)
 

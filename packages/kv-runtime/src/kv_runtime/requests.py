@@ -422,8 +422,24 @@ class RequestBatch:
             if any(drafts.values()):
                 self._verify(self.decoding, row, [drafts.get(name, 0) for name in self.names])
                 return
-            part = TokenRows.one_each(self.decoding, row, self.empty.device)
+            part = TokenRows.one_each(self.decoding, self._in_order(row), self.empty.device)
             self._begin(part, prompt=False)
+
+    def _in_order(self, row: list[int]) -> list[int]:
+        """Return the rows of the decoding requests, whose order becomes that of adjacent rows.
+
+        An engine reorders its rows as requests end, and attention reads and writes adjacent rows in
+        place.
+        """
+        order = sorted(range(len(row)), key=row.__getitem__)
+        found = [row[i] for i in order]
+        adjacent = found[0] >= 0 and found == list(range(found[0], found[-1] + 1))
+        if found == row or not adjacent or self._fixed is not None:
+            return row
+        assert self.decoding is not None  # it has the sequences of these rows
+        self.decoding.select(torch.tensor(order))
+        self.names = [self.names[i] for i in order]
+        return found
 
     def _verify(self, cache: PolicyCache, row: Sequence[int], drafts: Sequence[int]) -> None:
         """Begin the forward pass of decoding requests with drafts.

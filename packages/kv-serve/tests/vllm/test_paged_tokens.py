@@ -44,7 +44,7 @@ def expected_concurrency(policy_text: str, blocks: int) -> float:
 
     shape = CacheShape(2, 2, 2, 32, 32, torch.float32)
     policy = parse(policy_text)
-    account = account_of(policy, shape)
+    account = account_of(policy, shape, 32 if policy_text.startswith("leankv") else 16)
     kept = kept_tokens(policy, LONGEST, account.token_bytes)
     each = account.blocks(account.pages(kept))
     return blocks / each

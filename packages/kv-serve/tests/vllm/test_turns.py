@@ -153,7 +153,7 @@ def test_requests_that_come_and_go_answer_as_alone(
     monkeypatch.setattr(Scheduler, "_preempt_request", preempted)
     draw = random.Random(3)
     books = [[i + 3, *prompts[0][: 40 + 23 * i]] for i in range(4)]
-    options = LARGE | {"kv_cache_memory_bytes": 230_000, "max_num_batched_tokens": 4096}
+    options = LARGE | {"kv_cache_memory_bytes": 200_000, "max_num_batched_tokens": 4096}
     given = {"kv_policy": policy, "kv_poison": True}
     with start(weights, **options, additional_config=given) as engine:
         state, requests = ends(engine)[0], {}

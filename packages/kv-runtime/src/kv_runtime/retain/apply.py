@@ -31,13 +31,13 @@ def restack(
     for group, tier in zip(groups, plan, strict=True):
         if group.store is None:
             continue
-        held = group.position >= 0
-        down = held & (tier != group.tier) & (tier != DROP)
-        if bool((down & (tier < group.tier)).any()):
-            raise ValueError("the plan moves a stored token to an earlier tier")
-        store = group.store
-        if bool(down.any()):
-            moved.append((store.copied(table_rows), flat(tier.masked_fill(~down, DROP))))
+        store, held = group.store, group.position >= 0
+        if batch.tiers.tiers > 1:
+            down = held & (tier != group.tier) & (tier != DROP)
+            if bool((down & (tier < group.tier)).any()):
+                raise ValueError("the plan moves a stored token to an earlier tier")
+            if bool(down.any()):
+                moved.append((store.copied(table_rows), flat(tier.masked_fill(~down, DROP))))
         store.compact(table_rows, flat(held & (tier == group.tier)))
     for copied, tier in moved:
         for index in range(batch.tiers.tiers):
@@ -60,18 +60,21 @@ class Entry:
     rows: Int[Tensor, " R"] | None = None
 
 
-def evict(batch: Batch, layers: slice, entries: Sequence[Entry]) -> None:
-    """Evict tokens of layers whose plans move none to another tier, as `restack` of each layer."""
-    table_rows = batch.table_rows(layers)
-    for i, store in enumerate(group.store for group in entries[0].scored.groups):
-        if store is None:
-            continue
-        each = [
-            flat((one.scored.groups[i].position >= 0) & (one.plan[i] != DROP)) for one in entries
-        ]
-        width = max(keep.shape[1] for keep in each)
-        keep = torch.cat([pad(keep, (0, width - keep.shape[1])) for keep in each])
-        store.compact(table_rows, keep)
+def restack_layers(batch: Batch, layers: slice, entries: Sequence[Entry]) -> None:
+    """Evict and downgrade the stored tokens of layers, as `restack` of each layer."""
+    groups, plan = [], []
+    for i, group in enumerate(entries[0].scored.groups):
+        if group.store is not None:
+            position = _wide([entry.scored.groups[i].position for entry in entries], -1)
+            groups.append(Group(position, group.tier, group.fresh, group.store))
+            plan.append(_wide([entry.plan[i] for entry in entries], DROP))
+    restack(batch, batch.table_rows(layers), groups, plan)
+
+
+def _wide(each: Sequence[Tensor], fill: int) -> Tensor:
+    """Concatenate the rows of layers, which may have different numbers of slots."""
+    width = max(x.shape[-1] for x in each)
+    return torch.cat([pad(x, (0, width - x.shape[-1]), value=fill) for x in each])
 
 
 def enter(batch: Batch, now: Pass, layers: slice, entries: Sequence[Entry]) -> None:

@@ -14,7 +14,7 @@ from kv_policy import Budget, CacheShape, CompleteSelector, Observe, Queries, Ru
 from kv_runtime.batch import Batch, Pass
 from kv_runtime.forward_pass import Forward
 from kv_runtime.retain.answers import expect_numbers
-from kv_runtime.retain.apply import Entry, enter, evict, restack
+from kv_runtime.retain.apply import Entry, enter, restack_layers
 from kv_runtime.retain.budgets import resolved
 from kv_runtime.retain.careful import Careful
 from kv_runtime.retain.decode import step
@@ -86,7 +86,9 @@ class KeepSelected:
         self._unobserved = False  # nothing is observed in this pass, which has prompts alone
         self._stepped: tuple[int, ...] | None = ()  # decoding sequences of this pass; None: all
         self._waiting: list[_Arrival] = []  # prefill
-        self._unmet: list[tuple[_Arrival, Observed]] = []  # prefill that is scored with all layers
+        self._unmet: list[
+            tuple[_Arrival, Observed]
+        ] = []  # prefill that is scored with other layers
         self._unread: list[tuple[_Arrival, Observed]] = []  # prefill, until its replay
         self._later: list[tuple[Tensor, Tensor]] = []  # prefill that a later pass scores
         self._decided: list[tuple[_Arrival, _Plan]] = []  # planned prefill that is not stored yet
@@ -198,30 +200,33 @@ class KeepSelected:
         if self.selector.replay is not None:
             self._unread.append((arrival, observed.kept))
             return
-        if self._scores_together:
-            self._unmet.append((arrival, observed.kept))
-        else:
+        if self.selector.reads or self.selector.scores_once:
             self._arrive(batch, now, layer, arrival, observed)
+            return
+        self._unmet.append((arrival, observed.kept))
+        if self.selector.scope == "layer" and self._are_enough(batch, layer, observed):
+            self._score_together(batch, now, layer + 1 - len(self._unmet))
 
-    @property
-    def _scores_together(self) -> bool:
-        """Whether layers of prompts are scored in one call: they wait for each other anyway."""
-        selector = self.selector
-        alone = selector.reads or selector.scores_once or selector.replay is not None
-        return selector.scope == "model" and not alone
+    def _are_enough(self, batch: Batch, layer: int, observed: Observed) -> bool:
+        """Whether the layers up to this one are scored now, as the next would take more memory."""
+        if layer == batch.shape.layers - 1 or not observed.tokens:
+            return True
+        count, new = len(self._unmet) + 1, observed.key.shape[:-1].numel()
+        return count * new > _STORED_TOGETHER or count * observed.tokens > _TOGETHER
 
-    def _score_together(self, batch: Batch, now: Pass) -> None:
-        """Score the prompts of all layers, some layers at a time."""
+    def _score_together(self, batch: Batch, now: Pass, before: int = 0) -> None:
+        """Score the prompts of the layers that wait, some at a time, the first of them `before`."""
         unmet, self._unmet = self._unmet, []
         if not unmet:
             return
         some = max(1, _TOGETHER // max(1, unmet[0][1].tokens))
         for first in range(0, len(unmet), some):
             arrivals, observed = zip(*unmet[first : first + some], strict=True)
-            scored = score(self.selector, batch, now, first, observed, self.shape)
+            layer = before + first
+            scored = score(self.selector, batch, now, layer, observed, self.shape)
             self._wrong += () if scored.wrong is None else (scored.wrong,)
             each = scored.by_layer(len(arrivals))
-            self._waiting += map(_Arrival.scored_as, arrivals, each)
+            self._arrived(batch, now, layer, [*map(_Arrival.scored_as, arrivals, each)])
 
     def _store_unscored(
         self,
@@ -251,14 +256,18 @@ class KeepSelected:
     def _arrive(
         self, batch: Batch, now: Pass, layer: int, arrival: _Arrival, observed: Observed
     ) -> None:
-        """Score a layer's prompts; plan them now, or with all layers at the end of the pass."""
+        """Score a layer's prompts, and plan them as `_arrived` does."""
         scored = score(self.selector, batch, now, layer, [observed], self.shape)
         self._wrong += () if scored.wrong is None else (scored.wrong,)
-        arrival = arrival.scored_as(scored)
-        if self.selector.scope == "layer":
+        self._arrived(batch, now, layer, [arrival.scored_as(scored)])
+
+    def _arrived(self, batch: Batch, now: Pass, first: int, arrivals: Sequence[_Arrival]) -> None:
+        """Plan the scored prompts of each layer, or of all layers at the end of the pass."""
+        if self.selector.scope == "model":
+            self._waiting += arrivals
+            return
+        for layer, arrival in enumerate(arrivals, first):
             self._plan_prompts(batch, now, layer, [arrival])
-        else:
-            self._waiting.append(arrival)
 
     def finish(self, batch: Batch, now: Pass, replayed: Sequence[Tensor] = ()) -> None:
         """Store the tokens that waited for all layers, or for the scores of their replay."""
@@ -529,7 +538,7 @@ class KeepSelected:
         decided: Sequence[tuple[_Arrival, _Plan]],
     ) -> None:
         """Apply the plans of some layers, and store their new tokens."""
-        held, layers = batch.pool.used, slice(first, first + len(decided))
+        held = batch.pool.used
         rows = torch.tensor(self._planned, dtype=torch.long, device=now.total.device)
         entries: list[Entry] = []
         no_change: Sequence[Changed] = ()
@@ -540,15 +549,14 @@ class KeepSelected:
             if self.selector.merge is not None and self._planned:
                 fresh = arrival.key, arrival.value
                 changed = self._merge(batch, layer, fresh, scored, plan, now.total)
-            if batch.tiers.tiers > 1:
-                restack(batch, batch.table_rows(slice(layer, layer + 1)), scored.groups, plan)
             entries.append(Entry(arrival.key, arrival.value, scored, plan, changed, rows))
+        stored = sum(g.position.numel() for g in entries[0].scored.groups if g.store is not None)
         if batch.tiers.tiers == 1:
-            evict(batch, layers, entries)
-        together = max(1, _STORED_TOGETHER // max(1, entries[0].key.shape[:-1].numel()))
-        for i in range(0, len(entries), together):
-            some = entries[i : i + together]
-            enter(batch, now, slice(first + i, first + i + len(some)), some)
+            stored = 0  # no token moves, which takes copies of their pages
+        for some, of in _some_layers(first, entries, stored):
+            restack_layers(batch, some, of)
+        for some, of in _some_layers(first, entries, entries[0].key.shape[:-1].numel()):
+            enter(batch, now, some, of)
         if first == 0 and batch.pool.grows and self.selector.budget is None:
             # Other layers need about as much, and growing once is cheaper than growing repeatedly.
             each = max(0, batch.pool.used - held) // len(decided)
@@ -673,3 +681,13 @@ class KeepSelected:
                 continue
             return True
         return False
+
+
+def _some_layers(
+    first: int, entries: Sequence[Entry], tokens: int
+) -> Iterator[tuple[slice, Sequence[Entry]]]:
+    """Give some layers at a time, of so many tokens each, with their entries."""
+    some = max(1, _STORED_TOGETHER // max(1, tokens))
+    for i in range(0, len(entries), some):
+        of = entries[i : i + some]
+        yield slice(first + i, first + i + len(of)), of

@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
 )
 
-from kv_policy import CacheShape, KVPolicy, LayerBasis, TokenFormat
+from kv_policy import CacheShape, KVPolicy, LayerBasis, TokenFormat, tier_formats
 from kv_runtime import Account, Bases, Layout, SlotLayer, check_shift, fit_block, fit_page
 from kv_serve.vllm.attach import attach, is_ours
 from kv_serve.vllm.beside import claim_folder, refused_drafts, refused_kept
@@ -38,8 +38,10 @@ from kv_serve.vllm.spec import PagedSpec, register
 from kv_transformers.fitted import expect_fitted, fingerprint_at
 from kv_transformers.models.mark import mark_of
 
-# Default block size when blocks cover pages: finer than vLLM's own default.
+# Default block size when blocks cover pages: finer than vLLM's own default. A page of a later tier
+# has as many bytes, and a decode step reads pages of both.
 BLOCK_TOKENS: Final = 16
+TIERED_BLOCK_TOKENS: Final = 32
 
 logger = init_logger("vllm.kv_serve")
 
@@ -125,7 +127,13 @@ class BilledPages:
             UnservableError: the ranks of tensor parallelism would not.
             ValueError: the policy reads by bounds that cannot be kept, as for `Layout.of`.
         """
-        self._account(self.block_tokens or BLOCK_TOKENS, self.block_tokens or BLOCK_TOKENS)
+        self._account(self.page_tokens, self.page_tokens)
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens of the first tier per page, if no layers beside need others."""
+        tiers = len(tier_formats(self.policy, self.shape))
+        return self.block_tokens or (BLOCK_TOKENS if tiers == 1 else TIERED_BLOCK_TOKENS)
 
     def spec(self, spec: FullAttentionSpec) -> AttentionSpec:
         """Return the spec of a layer's share of a block.
@@ -141,7 +149,7 @@ class BilledPages:
         given = self.config.cache_config.block_size
         if spec.block_size != given:
             cells = self.shape.layers * spec.num_kv_heads
-            share = -(-self.layout(BLOCK_TOKENS).token_bytes // cells)
+            share = -(-self.layout(self.page_tokens).token_bytes // cells)
             return replace(spec, dtype=torch.uint8, state_content_bytes=share)
         most = max(each.page_size_bytes for each in kept.values())
         if (given, most) not in self._made:  # equal for all layers
@@ -149,7 +157,7 @@ class BilledPages:
         return self._made[given, most]
 
     def _alone(self, spec: FullAttentionSpec) -> PagedSpec:
-        tokens = self.block_tokens or BLOCK_TOKENS
+        tokens = self.page_tokens
         account = self._account(tokens, tokens)
         cells = self.shape.layers * spec.num_kv_heads * tokens
         share = -(-account.block_bytes // cells)
@@ -165,7 +173,7 @@ class BilledPages:
             beside = Counter(spec for name, spec in kept.items() if name not in names).values()
             given = (spec for name, spec in kept.items() if name in names)
             check_drafters(given, [self.shape.layers, *beside], self.policy)
-        tokens, wanted = spec.block_size, self.block_tokens or BLOCK_TOKENS
+        tokens, wanted = spec.block_size, self.page_tokens
         sizes = {n: self.layout(n).page_bytes for n in range(max(1, wanted // 2), 2 * wanted + 1)}
         page_tokens, nbytes = fit_page(sizes, wanted, most)
         account = self._account(tokens, page_tokens)
@@ -231,7 +239,7 @@ class BilledPages:
 
     def __str__(self) -> str:
         """Describe the storage for the log."""
-        layout = self.layout(self.block_tokens or BLOCK_TOKENS)
+        layout = self.layout(self.page_tokens)
         each = layout.token_bytes / sum(map(len, layout.kind))
         page = layout.pages[0][0]
         what = "codes of keys" if page.coded else "bounds"
