@@ -34,7 +34,7 @@ STATED = {
     "ruler": {"95 %": "what intervals are of"},
     "peers": {"95 %": "what intervals are of", "78 %": "of policies", "88 %": "of policies"},
     "vllm_nll": {"95 %": "what intervals are of"},
-    "vllm_throughput": {"1.9": "asked for", "5 %": "asked for"},
+    "vllm_throughput": dict.fromkeys(("1.9", "1.2", "1.8", "5 %"), "asked for"),
     "vllm_throughput_amx": {"1.2": "asked for", "1.8": "asked for"},
     "zack_quality": {"69 %": "of the paper"},
     "docs/calibrate.md": {

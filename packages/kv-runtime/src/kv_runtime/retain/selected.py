@@ -86,9 +86,7 @@ class KeepSelected:
         self._unobserved = False  # nothing is observed in this pass, which has prompts alone
         self._stepped: tuple[int, ...] | None = ()  # decoding sequences of this pass; None: all
         self._waiting: list[_Arrival] = []  # prefill
-        self._unmet: list[
-            tuple[_Arrival, Observed]
-        ] = []  # prefill that is scored with other layers
+        self._unmet: list[tuple[_Arrival, Observed]] = []  # prefill, until layers are scored
         self._unread: list[tuple[_Arrival, Observed]] = []  # prefill, until its replay
         self._later: list[tuple[Tensor, Tensor]] = []  # prefill that a later pass scores
         self._decided: list[tuple[_Arrival, _Plan]] = []  # planned prefill that is not stored yet
